@@ -98,10 +98,13 @@ class Hooks(Server):
         It bounds the FLOPs that a client may report. Beside the training and the method's keys of type ``Epochs`` this
         is one pass, which covers work that no key counts, such as features or scores.
         """
-        settings, count = self.settings, self.max_examples(client)
-        steps = settings.local_steps
-        fitted = steps * settings.batch_size if steps else count * settings.local_epochs
-        return fitted + count * (1 + self.options.epochs)
+        count = self.max_examples(client)
+        return self.fitted(count) + count * (1 + self.options.epochs)
+
+    def fitted(self, examples: int) -> int:
+        """Return the samples that ``local-epochs`` or ``local-steps`` train on, of a client with so many."""
+        steps = self.settings.local_steps
+        return steps * self.settings.batch_size if steps else examples * self.settings.local_epochs
 
     def max_flops(self, client: int) -> float:
         """Return an upper bound on the FLOPs of a client in a round."""

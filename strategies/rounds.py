@@ -143,7 +143,9 @@ def merge_answers(
     # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
-    metrics = means_of(updates, names, strategy.robust) | sums_of(updates, COSTS, strategy.robust)
+    whole = strategy.facts.sample_flops if strategy.facts else 0.0
+    costs = sums_of(updates, COSTS, strategy.robust, strategy.fitted, whole)
+    metrics = means_of(updates, names, strategy.robust) | costs
     # The server's own measurements override the clients' metrics.
     sizes = {"update-norm": median(merging.norms), "largest-update-norm": max(merging.norms)} if merging.norms else {}
     phase.report = {**metrics, **phase.report, **{key: float(f"{value:.3g}") for key, value in sizes.items()}}
@@ -231,14 +233,25 @@ def means_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = Fals
     return {key: median_low(each) if robust else sum(each) / len(each) for key, each in values.items() if each}
 
 
-def sums_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
-    """Return the clients' sums; with ``robust`` a client counts as at most 1.5 times the median cost of a sample."""
+def sums_of(
+    updates: Sequence[Update],
+    keys: Iterable[str],
+    robust: bool = False,
+    fitted: Callable[[int], float] = float,
+    whole: float = 0.0,
+) -> dict[str, float]:
+    """Return the clients' sums; with ``robust`` a sample costs at most 1.5 times the median client's.
+
+    It may cost ``whole`` FLOPs, those of the whole network: others may hold less of it. ``fitted``: number of a
+    client's samples -> of those that it computes on, which local steps make the same for all.
+    """
     costs = {key: [u.metrics.get(key, 0.0) for u in updates] for key in keys}
     if robust and updates:
-        examples = [update.num_examples for update in updates]
+        counts = [max(1.0, fitted(update.num_examples)) for update in updates]
         for key, each in costs.items():
-            usual = median_low([cost / count for cost, count in zip(each, examples, strict=True)])
-            costs[key] = [min(x, MAX_COST * usual * count) for x, count in zip(each, examples, strict=True)]
+            usual = median_low([cost / count for cost, count in zip(each, counts, strict=True)])
+            most = max(MAX_COST * usual, whole if key.endswith("flops") else 0.0)
+            costs[key] = [min(x, most * count) for x, count in zip(each, counts, strict=True)]
     return {key: sum(each) for key, each in costs.items()}
 
 

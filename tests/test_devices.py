@@ -445,6 +445,16 @@ def test_a_run_with_devices_is_the_same_on_two_workers_and_after_a_resume(
     shown_by_all_reports(folder, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "keys", [{"devices": "heterofl"}, {"method": "fedavg", "local_steps": 5, "dirichlet_alpha": 0.1}]
+)
+def test_with_robust_honest_clients_that_differ_cost_what_they_cost(keys: dict[str, Any], run_local: Run) -> None:
+    """Wide clients beside narrow ones, and few samples that as many steps train: more than 1.5 times the median."""
+    keys = {"method": "heterofl", "num_clients": 5, "num_rounds": 1, "partition": "dirichlet"} | keys
+    flops = [read_rounds(run_local(robust, **keys, robust=robust)[1])[1]["flops"] for robust in ("on", "off")]
+    assert flops[0] == flops[1]
+
+
 @pytest.mark.run
 def test_ist_runs_where_the_client_with_most_samples_of_a_class_is_not_asked_first(two: str, run_local: Run) -> None:
     """The memory of each class is checked by that client, which has no units in round 1."""
