@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Spec, Update, formula_bytes
 from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean
 from fedsub_app.subnets.norms import NormGuard
@@ -176,7 +177,8 @@ def _empty_mean(strategy: Hooks) -> Mean:
         deviation = settings.server_noise * settings.clip_norm
         # Every node has the seed: a simulation can be repeated with its noise, real nodes must not know it.
         draws = generator(settings.seed, strategy.round, "noise") if strategy.simulated else None
-        return NoisyMean(old, settings.sample_size, deviation, draws)
+        asked = sum(map(strategy.fits, sample(settings, strategy.round)))
+        return NoisyMean(old, asked, deviation, draws)
     if settings.mean != "average":
         return RobustMean(old, settings.mean, settings.trim_fraction, settings.byzantine_clients)
     return MaskedMean(old)

@@ -40,7 +40,7 @@ from fedsub_app.training.problem import Problem
 from fedsub_app.training.workplace import workplace
 from strategies.clock import Clock
 from strategies.evaluation import by_client
-from strategies.merging import FirstValid, Valid
+from strategies.merging import FirstValid, Valid, _empty_mean
 
 Run = Callable[..., tuple[Json, Path]]
 TWO = """
@@ -286,6 +286,17 @@ def slow(strategy: Any) -> int:
 def test_a_device_holds_a_fraction_of_the_narrower_model(model_width: float, held: set[float], two: str) -> None:
     strategy = made(two, model_width=model_width)
     assert {strategy.held_width(client) for client in range(4)} == held
+
+
+def test_with_noise_a_round_divides_by_the_clients_that_it_asks(two: str) -> None:
+    """Of eight that would take part the fast four are asked: each changes every value by 1, and so does their mean."""
+    keys: dict[str, Any] = {"dp_noise_multiplier": 0.01, "clip_norm": 1.0, "min_width": 1.0, "num_clients": 8}
+    strategy = made(two, method="fedavg", **keys)
+    assert len(draw(strategy.settings, 1)) == 4
+    mean = _empty_mean(strategy)
+    mean.add([Contribution({name: x + 1 for name, x in strategy.current.items()})] * 4)
+    for name, new in mean.result().items():
+        assert float((new - strategy.current[name]).mean()) == pytest.approx(1, abs=0.05)
 
 
 def test_the_model_width_that_a_refusal_names_is_allowed() -> None:
