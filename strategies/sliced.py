@@ -83,7 +83,7 @@ class WidthBased(SubnetStrategy):
     def width(self, client: int) -> float:
         """Return a client's width in the running round, above 0 and at most 1."""
         held = self.held_width(client)
-        if self.options.assignment == "fixed":
+        if self.options.assignment == "fixed" or not self.round:  # before round 1: what it may have to hold
             return held
         widths = [width for width in self.held_widths if not self.devices or width <= held]
         draws = generator(self.settings.seed, self.round, client, "width")

@@ -260,6 +260,14 @@ def test_a_class_that_cannot_hold_the_network_is_refused_before_round_1(two: str
         prepare(settings(**keys, min_width=1.0))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_class_that_draws_its_width_must_hold_the_largest_one(seed: int, two: str, tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(TWO.replace("watts = 2", "memory-mb = 0.25"))
+    keys: dict[str, Any] = {"devices": two, "num_clients": 4, "model": "fedpews-mlp", "seed": seed}
+    with pytest.raises(UserError, match=r"^devices: class fast holds memory-mb = 0.25, a client of heterofl needs"):
+        prepare(settings(**keys, **{"heterofl.assignment": "dynamic"}))
+
+
 def test_a_model_width_keeps_the_first_units() -> None:
     whole, half = (prepare(settings(method="fedavg", model="fedpews-mlp", model_width=w))[0] for w in (1.0, 0.5))
     weight, narrow = (next(p for p in each.network().parameters() if p.dim() > 1) for each in (whole, half))
@@ -367,6 +375,7 @@ def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: 
         strategy.round = number
         fitting.add(strategy.fits(narrow))
     assert fitting == {True, False}
+    assert " by the formula, 2 clients" in plan(strategy.settings)
 
 
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])

@@ -50,10 +50,10 @@ def client_bytes(settings: Settings, network: int, samples: float) -> float:
 
 
 def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partition | None) -> list[tuple[str, str]]:
-    """Return each class of devices and, in words, its clients and what the one with most samples needs in round 1."""
+    """Return each class of devices and, in words, its clients and what the one with most samples needs at most."""
     settings, method, rows = strategy.settings, strategy.settings.method, []
     check_widths(strategy)
-    strategy.round, able = 1, not strategy.devices
+    strategy.round, able = 0, not strategy.devices
     sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients
     members = sorted({*range(settings.num_clients)} - held_out(settings))
     for device in strategy.devices.classes if strategy.devices else ():

@@ -61,7 +61,7 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
             continue
         seen.add(name)
         strategy.round = number
-        clients = strategy.federation.sample(number)
+        clients = [client for client in strategy.federation.sample(number) if strategy.fits(client)]
         down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
         expected = [strategy.expected(client) for client in clients]
         most = [{n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in of.items()} for of in expected]
