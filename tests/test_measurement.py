@@ -28,6 +28,7 @@ from fedsub_app.federation.wire import pack, unpack
 from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.models import load_tensors
 from fedsub_app.runs.config import resolve
+from fedsub_app.runs.console import round_line
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings, Settings
@@ -207,6 +208,9 @@ def test_where_too_few_answer_the_merged_model_stays(run_local: Run, monkeypatch
     for line in read_rounds(folder)[1:]:
         assert line["status"] == "ok"
         assert line["measurement"]["abandoned"] == "fewer than min-replies = 1 valid replies"
+        said = round_line(line, resolve({}), resolve({}).score, 0.0)
+        assert "  measurement ABANDONED: fewer than min-replies = 1 valid replies, the merged model stays  " in said
+        assert "  measurement dropped client 2: client failed: no  and 1 more dropped" in said
 
 
 def test_a_client_measures_with_the_state_of_its_last_merged_reply(

@@ -1,6 +1,7 @@
 """The printed lines of a run: its first line, a line a round, a table at the end."""
 
 import shlex
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -56,11 +57,18 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
         words.append(f"ABANDONED: {line['abandoned']}, {stays}")
     elif "partial" in line:
         words.append(f"partial: {line['partial']}")
-    words += [f"dropped client {drop['client']}: {drop['reason']}" for drop in dropped[:3]]
-    if len(dropped) > 3:
-        words.append(f"and {len(dropped) - 3} more dropped")
+    words += _dropped(dropped)
+    measured = line.get("measurement", {})
+    if "abandoned" in measured:
+        words.append(f"measurement ABANDONED: {measured['abandoned']}, the merged model stays")
+    words += _dropped(measured.get("dropped", ()), "measurement dropped")
     words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in NAMED if line.get(key)]
     return "  ".join(words)
+
+
+def _dropped(drops: Sequence[Json], what: str = "dropped") -> list[str]:
+    more = [f"and {len(drops) - 3} more dropped"] if len(drops) > 3 else []
+    return [f"{what} client {drop['client']}: {drop['reason']}" for drop in drops[:3]] + more
 
 
 def summary_table(summary: Json, score: Score) -> str:
