@@ -96,7 +96,7 @@ def merge_answers(
     # It may hold all updates of the round; a phase that this object has not asked for has an ordinary one.
     merging, strategy.merging = strategy.merging or Merging(strategy), None
     merging.reach = bounds.reach if bounds else {}
-    diverged = 0
+    diverged, slow = 0, list[Dropped]()
 
     def take(decided: Sequence[tuple[Valid, str]]) -> None:
         phase.dropped += [Dropped(valid.update.client, reason) for valid, reason in decided if reason]
@@ -126,7 +126,8 @@ def merge_answers(
             update = read_update(part, expected, strategy.metrics(client), strategy.examples(client))
             if clock and (late := clock.late(update, merging.later)):
                 if spares:
-                    continue  # it is not waited for
+                    slow.append(Dropped(client, late))
+                    continue  # it is not waited for, unless nobody stands in for it
                 raise BadReply(late)
             contribution = merging.contribution(update)
             norms = strategy.norms(update, contribution)
@@ -155,10 +156,11 @@ def merge_answers(
     phase.report |= lost_states(strategy, "lost-state", updates)
     merged, reason = _merged(strategy, merging, diverged)
     phase.report["merge-seconds"] = merging.seconds
+    wanted = min(len(phase.report["clients"]), settings.sample_size) if spares else len(phase.report["clients"])
     if spares:
+        phase.dropped += slow if len(updates) < wanted else []
         decided = {update.client for update in updates} | {drop.client for drop in phase.dropped}
         phase.report["not-waited-for"] = sorted(set(phase.report["clients"]) - decided)
-    wanted = min(len(phase.report["clients"]), settings.sample_size) if spares else len(phase.report["clients"])
     if clock:
         phase.report |= clock.report([update.client for update in updates], wanted)
     if merged and len(updates) < wanted:

@@ -502,6 +502,11 @@ def test_late_clients_do_not_count_and_are_named_where_nobody_stands_in(two: str
     line = read_rounds(folder)[1]
     assert line["dropped"] == []
     assert line["device-seconds"] < 0.9 * longest
+    short = keys | {"clients_per_round": 5, "oversample": 1.2}
+    _, folder = run_local("short", **short, deadline=0.9 * longest)
+    line = read_rounds(folder)[1]
+    assert ({drop["client"] for drop in line["dropped"]}, line["not-waited-for"]) == (slow, [])
+    assert line["device-seconds"] == pytest.approx(0.9 * longest)
 
 
 def shown_by_all_reports(folder: Path, tmp_path: Path) -> None:
