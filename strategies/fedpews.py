@@ -34,6 +34,7 @@ import torch
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
+from fedsub_app.federation.nodes import takes_part
 from fedsub_app.models.groups import split
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import expand, fixed_masks
@@ -89,10 +90,12 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             covered = self.values_at(self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
+        part = torch.tensor(takes_part(self.settings))  # the others never draw a mask
+        theta = self.theta * part[:, None]
         if self.options.others == "highest":
-            others = self.theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
+            others = theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
         else:
-            others = (self.theta.sum(0) - self.theta[client]) / max(1, self.settings.num_clients - 1)
+            others = (theta.sum(0) - theta[client]) / max(1, int(part.sum()) - 1)
         last = self.state_rounds == self.state_rounds.max().clamp(min=1)
         counted = {"counted": int(last.sum())} if self.settings.secure_aggregation and last[client] else {}
         return Task(client, self.current | {"theta": others}, {"warm-up": True, **counted})

@@ -22,7 +22,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.devices import Device, checked, devices_of, presets
 from fedsub_app.federation.local_grid import LocalGrid
-from fedsub_app.federation.nodes import available, draw, held_out
+from fedsub_app.federation.nodes import available, draw, held_out, takes_part
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.reports.compare import served_table, summary_table
 from fedsub_app.reports.html import write_html
@@ -362,6 +362,15 @@ def test_personal_and_pruned_parts_go_by_the_width(method: str, two: str) -> Non
         client.train(dict(sent), {"width": 0.5})
         client.train(dict(sent), {})
         assert alphas == [0.5, strategy.options.alpha]
+
+
+@pytest.mark.parametrize("others", ["masks", "highest"])
+def test_clients_that_never_take_part_are_no_others_of_fedpews(others: str, two: str) -> None:
+    strategy = made(two, method="fedpews", num_clients=6, held_out_clients=1, **{"fedpews.others": others})
+    part = [client for client, there in enumerate(takes_part(strategy.settings)) if there]
+    strategy.theta[part] = 0.25
+    assert len(part) == 5
+    assert all(bool((strategy.task(client).tensors["theta"] == 0.25).all()) for client in part)
 
 
 def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: str, tmp_path: Path) -> None:
