@@ -72,7 +72,9 @@ class FedPeWS(SubnetStrategy):
             if self.devices and not self.options.shares:
                 self.narrows = self.options.warmup_rounds >= settings.num_rounds
                 widths = [self.held_width(client) for client in range(settings.num_clients)]
-                shares = [width / sum(widths) for width in widths]
+                shares = widths
+            shares = [share * there for share, there in zip(shares, takes_part(settings), strict=True)]
+            shares = [share / sum(shares) for share in shares]  # the others' units would never be trained
             fixed = fixed_masks(self.units, shares)
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 

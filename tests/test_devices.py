@@ -338,6 +338,13 @@ def test_fedpews_fixed_masks_have_the_widths_as_shares(two: str) -> None:
         prepare(made(two, **keys | {"fedpews.warmup-rounds": 3}).settings)
 
 
+@pytest.mark.parametrize("shares", ["", "0.4, 0.3, 0.2, 0.1"])
+def test_fedpews_fixed_masks_leave_no_units_to_clients_that_never_take_part(shares: str) -> None:
+    strategy = made("", method="fedpews", held_out_clients=1, **{"fedpews.masks": "fixed", "fedpews.shares": shares})
+    assert bool((strategy.fixed.sum(0) == 1).all())
+    assert strategy.fixed.any(1).tolist() == takes_part(strategy.settings)
+
+
 @pytest.mark.parametrize("method", ["fedselect", "subfedavg"])
 def test_personal_and_pruned_parts_go_by_the_width(method: str, two: str) -> None:
     strategy = made(two, method=method, local_epochs=2, validation_fraction=0.1)

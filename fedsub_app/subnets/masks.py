@@ -46,8 +46,8 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
     """Return FedPeWS-Fixed's masks, one a client: disjoint slices of every hidden layer, which cover it.
 
     In a layer of width w, client i owns ``[floor(w * (p_0 + .. + p_{i-1})), floor(w * (p_0 + .. + p_i)))``; ``shares``
-    p_i > 0 add up to 1 (Appendix C.4 tests 0.25 and 0.75). :class:`UserError` where a client would own no unit of a
-    layer, so that its network would be dead.
+    p_i add up to 1 (Appendix C.4 tests 0.25 and 0.75), 0 is no units. :class:`UserError` where a client of another
+    share would own no unit of a layer, so that its network would be dead.
     """
     num_clients = len(shares)
     clients: list[dict[str, Tensor]] = [{} for _ in range(num_clients)]
@@ -55,7 +55,7 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
         # 1e-6 of a unit: floats that should add up to a whole number of units may miss it from below.
         bounds = [int(group.size * sum(shares[:i]) + 1e-6) for i in range(num_clients + 1)]
         for client, masks in enumerate(clients):
-            if bounds[client] == bounds[client + 1]:
+            if shares[client] and bounds[client] == bounds[client + 1]:
                 raise UserError(
                     f"num-clients = {num_clients}: client {client} would own none of the {group.size} units of layer "
                     f"{group.name}; allowed: a share of at least one unit of every layer for each client"
