@@ -286,3 +286,12 @@ def test_personal_models_are_tuned_at_the_rate_of_their_round(run_local: Run, mo
     assert client_of(folder, 0).lr == rates["training"][-1]
     assert rates["training"] == rates["evaluation"]
     assert min(rates["training"]) < 2.0
+
+
+def test_a_model_tuned_under_dropout_is_the_one_of_its_score(run_local: Run, tmp_path: Path) -> None:
+    layers = "nn.Flatten(), nn.Linear(64, 16), nn.Dropout(), nn.Linear(16, 10)"
+    (tmp_path / "net.py").write_text(f"from torch import nn\n\n\ndef net():\n    return nn.Sequential({layers})\n")
+    keys: dict[str, Any] = {"model": f"{tmp_path / 'net.py'}:net", "num_rounds": 1, "evaluate": "personal"}
+    _, folder = run_local(**KEYS | {"method": "fedavg-ft"} | keys)
+    for client, measured in read_rounds(folder)[-1]["evaluated"].items():
+        assert client_of(folder, int(client)).score("test") == measured["personal-accuracy"]

@@ -50,6 +50,7 @@ def client_of(folder: Path, client: int) -> Client:
     restored = method.client(place, client, last.round, state)
     if settings.lr_schedule == "plateau":
         restored.lr = plateau_lr([line for line in read_rounds(folder) if line["round"] < last.round], settings)
-    restored.load(restored.personal(strategy.personal_download(client), {}))
+    with restored.dropout("evaluation"):
+        restored.load(restored.personal(strategy.personal_download(client), {}))
     restored.network.module.eval()
     return restored
