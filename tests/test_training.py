@@ -104,6 +104,17 @@ def test_plateau_follows_the_first_score_in_its_direction() -> None:
     assert [plateau_lr(errors[:count], low) for count in range(6)] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
 
 
+@pytest.mark.parametrize("high", [True, False])
+def test_plateau_falls_on_scores_below_0(high: bool, tmp_path: Path) -> None:
+    """Of a task of one's own; a score that stays is no better one."""
+    code = f"class Own(Classification):\n    score, high_is_good, low, others = 'gain', {high}, -100.0, ()\n"
+    (tmp_path / "own.py").write_text(f"from fedsub_app.common.tasks import Classification\n\n\n{code}")
+    keys: dict[str, Value] = {"lr": 0.1, "lr-schedule": "plateau", "lr-patience": 1, "lr-decay": 0.5}
+    settings = resolve(keys | {"task": f"{tmp_path / 'own.py'}:Own"})
+    lines: list[Json] = [{"round": number, "global-gain": -10.0} for number in range(5)]
+    assert [plateau_lr(lines[:count], settings) for count in range(6)] == [0.1, 0.1, 0.1, 0.05, 0.05, 0.025]
+
+
 @pytest.mark.parametrize(
     ("keys", "line"),
     [

@@ -138,7 +138,8 @@ def plateau_lr(lines: Sequence[Json], settings: Settings) -> float:
 
     optimizer = SGD([zeros(1)], settings.lr)
     mode: Literal["max", "min"] = "max" if settings.score.high_is_good else "min"
-    schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience)
+    threshold = 1e-4 if settings.score.low >= 0 else 0.0  # a part of the best score: below 0 in the wrong direction
+    schedule = ReduceLROnPlateau(optimizer, mode, settings.lr_decay, settings.lr_patience, threshold)
     key = f"{settings.evaluations[0]}-{settings.score.name}"
     for line in lines:
         if key in line and line["round"] % settings.eval_every == 0:
