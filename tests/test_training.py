@@ -264,3 +264,20 @@ def test_augmentation_changes_training_alone(run_local: Callable[..., tuple[Json
     assert not torch.equal(models[0], models[2])
     with pytest.raises(UserError, match="augment = 'crop-flip': needs images; samples of synthetic-3k have no height"):
         run_local("flat", dataset="synthetic-3k", model="fedpews-mlp", augment="crop-flip")
+
+
+def test_one_sample_that_batch_norm_cannot_evaluate_is_named(
+    run_local: Callable[..., tuple[Json, Path]], tmp_path: Path
+) -> None:
+    """One test sample of all; of clients one validation sample each."""
+    said = "one sample to be evaluated: BatchNorm without running statistics needs at least 2"
+    for tests in (1, 9):
+        rows = [f"{'test' if n < tests else 'train'},{n},{n % 2}" for n in range(33)]
+        (tmp_path / f"{tests}.csv").write_text("\n".join(["split,a,y", *rows]))
+    keys: dict[str, Any] = {"label": "y", "partition": "iid", "num_clients": 2, "num_rounds": 1}
+    with pytest.raises(UserError, match=f"^{said}$"):
+        run_local("all", dataset=f"csv:{tmp_path / '1.csv'}", **keys)
+    keys |= {"dataset": f"csv:{tmp_path / '9.csv'}", "evaluate": "personal", "validation_fraction": 0.1}
+    run_local("clients", **keys)
+    lost = lines_of(tmp_path / "clients")[-1]["not-evaluated"]
+    assert [drop["reason"] for drop in lost] == [f"client failed: UserError: {said}"] * 2

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
 from fedsub_app.common.tasks import Sums, Task
@@ -49,6 +50,8 @@ def evaluation_batches(model: nn.Module, count: int, device: torch.device) -> li
     # The largest size that leaves no batch of one sample, which has no statistics.
     size = next(size for size in range(EVALUATION_BATCH, 0, -1) if count % size != 1)
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules()):
+        if count == 1:
+            raise UserError("one sample to be evaluated: BatchNorm without running statistics needs at least 2")
         return list(torch.randperm(count, generator=seeded("order of evaluation")).to(device).split(size))
     return [slice(start, start + size) for start in range(0, count, size)]
 
