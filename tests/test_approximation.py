@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from client_apps.base import Client
-from fedsub_app.analysis.approximation import approximation, cosine, pooled
+from fedsub_app.analysis.approximation import approximation, cosine, pooled, train_centrally
 from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
@@ -120,6 +120,20 @@ def test_what_is_pooled_are_the_clients_mini_batches(run_local: Run) -> None:
         assert y[ours].bincount(minlength=10).tolist() == torch.cat(labels).bincount(minlength=10).tolist()
 
 
+def test_central_training_is_honest_and_draws_its_own_dropout(run_local: Run, tmp_path: Path) -> None:
+    """The same in every call, and where the first client attacks the model."""
+    layers = "nn.Flatten(), nn.Linear(64, 16), nn.Dropout(), nn.Linear(16, 10)"
+    (tmp_path / "net.py").write_text(f"from torch import nn\n\n\ndef net():\n    return nn.Sequential({layers})\n")
+    ends = []
+    for keys in ({}, {"attack": "sign-flip", "attackers": 1}):
+        network = {"model": f"{tmp_path / 'net.py'}:net", "num_clients": 2, "num_rounds": 1}
+        _, folder = run_local(f"attackers {len(keys)}", **ALL | network | keys)
+        place = workplace(settings_of({"run-dir": str(folder), "resume": True}))
+        ends += [train_centrally(place, place.initial(), 1, [0, 1]) for _ in range(2)]
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+
+
 def test_a_methods_own_states_are_those_of_the_checkpoint(run_local: Run) -> None:
     """SCAFFOLD's clients have the variates of that round, and refuse to train without."""
     _, folder = run_local(method="scaffold", num_clients=2, **ALL)
@@ -132,10 +146,20 @@ def test_a_methods_own_states_are_those_of_the_checkpoint(run_local: Run) -> Non
         approximation(folder, 2)
 
 
-def test_a_rate_that_hangs_on_scores_is_refused(run_local: Run) -> None:
-    _, folder = run_local(method="fedavg", num_clients=2, **ALL | {"lr_schedule": "plateau"})
-    with pytest.raises(UserError, match=r"^lr-schedule = 'plateau' of .*: must be 'step' or 'cosine' for an approx"):
+@pytest.mark.parametrize("schedule", ["plateau", "cosine"])
+def test_a_rate_that_hangs_on_the_run_is_refused(schedule: str, run_local: Run) -> None:
+    """By its scores, or by its end, behind which a cosine would rise again."""
+    _, folder = run_local(method="fedavg", num_clients=2, **ALL | {"lr_schedule": schedule})
+    with pytest.raises(UserError, match=rf"^lr-schedule = '{schedule}' of .*: must be 'step' for an approximation"):
         approximation(folder, 1)
+
+
+def test_starts_of_a_run_that_has_a_start_itself(run_local: Run) -> None:
+    """Ditto's clients begin with the model that start-from named."""
+    _, central = run_local("central", num_clients=1, num_rounds=1, **ALL)
+    _, folder = run_local("ditto", method="ditto", start_from=str(central), num_clients=2, num_rounds=1, **ALL)
+    approximation(folder, 1, central)
+    assert len(similarities(folder)) == 1
 
 
 def test_starts_of_central_training(run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,8 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
     """
     settings = settings_of({"run-dir": str(folder), "resume": True})
     settings.need_data()
-    if settings.lr_schedule == "plateau":  # the rate of the rounds from a checkpoint hangs on the scores before it
-        raise UserError(f"lr-schedule = 'plateau' of {folder}: must be 'step' or 'cosine' for an approximation")
+    if settings.lr_schedule != "step":  # a plateau hangs on the scores before a checkpoint, a cosine ends with its run
+        raise UserError(f"lr-schedule = {settings.lr_schedule!r} of {folder}: must be 'step' for an approximation")
     place = workplace(settings)
     paths = checkpoints(starts or folder)
     if not paths:
@@ -68,7 +68,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
         shapes = {name: tuple(tensor.shape) for name, tensor in start.model.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in place.network.tensors.items()}:
             raise UserError(f"{path}: a model of another network than that of {folder}")
-        federated, clients = _federated(place, start, rounds, None if starts else folder / "clients", not starts)
+        federated, clients = _federated(place, start, rounds, folder / "clients", not starts)
         central = start.model
         for number, of_round in enumerate(clients, start.round + 1):
             central = train_centrally(place, central, number, of_round)
@@ -101,7 +101,7 @@ def cosine(start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mappin
 
 
 def _federated(
-    place: Workplace, start: Checkpoint, rounds: int, states: Path | None, with_state: bool
+    place: Workplace, start: Checkpoint, rounds: int, states: Path, with_state: bool
 ) -> tuple[Tensors, list[list[int]]]:
     """Return the global model after some rounds, and the clients of each; clients read copies of their ``states``."""
     settings = place.settings
@@ -111,8 +111,9 @@ def _federated(
     grid = LocalGrid(app, {})
     clients = []
     with TemporaryDirectory(prefix="fedsub-") as scratch:
-        if states and states.is_dir():
-            shutil.copytree(states, scratch, dirs_exist_ok=True)
+        if states.is_dir():  # without the clients' own, the initial model of start-from
+            apart = None if with_state else shutil.ignore_patterns("client-*")
+            shutil.copytree(states, scratch, dirs_exist_ok=True, ignore=apart)
         sent = settings.flat() | {"experiment": "", "resume": False}
         strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, sent))
         arrays = to_arrays({name: start.model[name] for name in strategy.current})
@@ -135,8 +136,9 @@ def train_centrally(place: Workplace, model: Tensors, number: int, clients: Sequ
     central = Client(place, clients[0], number, {})
     vars(central).update(x=x, y=y)
     central.load(model)
-    Training(central, objective=Objective()).run(batches)
-    return central.trained()
+    with central.dropout("central"):
+        Training(central, objective=Objective()).run(batches)
+    return central.network.copy()  # an attacker sends other tensors
 
 
 def pooled(place: Workplace, number: int, clients: Sequence[int]) -> tuple[Batch, Tensor, list[Tensor]]:
