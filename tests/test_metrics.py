@@ -42,6 +42,18 @@ def test_they_are_scikit_learns(classes: int) -> None:
     assert {name: values[name] for name in ("accuracy", "loss")} == pytest.approx(plain.metrics(plain.sums(output, y)))
 
 
+@pytest.mark.parametrize("classes", [10, 100])
+def test_the_area_of_a_network_that_is_hardly_trained(classes: int) -> None:
+    """Whose probabilities are all near 1 / classes."""
+    from sklearn.metrics import roc_auc_score
+
+    task, (output, y) = task_of("classification", ("auc",)), drawn(20 * classes, classes, 1)
+    y[:classes] = torch.arange(classes)
+    found = task.metrics(task.sums(output / 100, y))["auc"]
+    area = roc_auc_score(y, (output.double() / 100).softmax(1).numpy(), multi_class="ovr", average="macro")
+    assert found == pytest.approx(100 * area, abs=0.1)
+
+
 def test_a_client_without_some_classes() -> None:
     """By hand: labels 0 0 1 of three classes, predictions 0 1 1; no class 2, which counts nowhere."""
     task = task_of("classification", ALL)

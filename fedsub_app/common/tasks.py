@@ -245,11 +245,15 @@ def rank_counts(scores: Tensor, true: Tensor) -> Sums:
 
 
 def _against_others(logits: Tensor) -> Tensor:
-    """Return the logit of each class against all others, [n, classes], exact where its probability rounds to 1 too."""
+    """Return the logit of each class against all others, [n, classes], 0 at chance, where the bins are narrow.
+
+    It is exact where a probability rounds to 1, too.
+    """
     log_p = logits.log_softmax(1)
     first = F.one_hot(logits.argmax(1), logits.shape[1]).bool()
     rest = log_p.masked_fill(first, -math.inf).logsumexp(1, keepdim=True).clamp(min=-LARGEST)
-    return log_p - torch.where(first, rest, torch.log1p(-log_p.exp().clamp(max=0.5)))
+    chance = math.log(max(logits.shape[1] - 1, 1))
+    return log_p - torch.where(first, rest, torch.log1p(-log_p.exp().clamp(max=0.5))) + chance
 
 
 def mean_area(sums: Mapping[str, float | Tensor]) -> float:
