@@ -179,8 +179,9 @@ def merge_answers(
 def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | None, str]:
     """Return the outcome of the round; ``None`` and the reason where it is abandoned: model and state stay."""
     count, settings = len(merging.updates), strategy.settings
-    if count < settings.min_replies:
-        return None, f"fewer than min-replies = {settings.min_replies} valid replies"
+    for key, needed in (("min-replies", settings.min_replies), ("min-contributors", settings.min_contributors)):
+        if count < needed:
+            return None, f"fewer than {key} = {needed} valid replies"
     if count < (least := settings.least_replies):
         krum = f"mean = {settings.mean!r} with byzantine-clients = {settings.byzantine_clients}"
         which = krum if settings.dp_noise_by == "server" else "dp-noise-by = 'clients'"

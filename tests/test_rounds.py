@@ -73,6 +73,12 @@ def test_as_many_replies_as_min_replies_are_enough(count: int, reason: str) -> N
     assert outcome(strategy(**{"min-replies": 2}), count) == reason
 
 
+@pytest.mark.parametrize(("count", "reason"), [(2, ""), (1, "fewer than min-contributors = 2 valid replies")])
+def test_a_round_of_too_few_contributors_is_abandoned(count: int, reason: str) -> None:
+    """Also where the server takes more than the mean: SSFL's saliencies, FedPM's masks."""
+    assert outcome(strategy(**{"min-contributors": 2}), count) == reason
+
+
 def test_krum_needs_twice_the_liars_and_three() -> None:
     five = {"num-clients": 5, "mean": "krum", "weighting": "uniform"}
     made = strategy(**five, **{"byzantine-clients": 1})

@@ -780,6 +780,12 @@ def test_positions_of_too_few_clients_are_not_sent(lossy: Callable[..., Path]) -
     assert not torch.equal(secure["fc1.weight"][0], start["fc1.weight"][0])
 
 
+def test_masks_of_too_few_clients_are_not_counted(lossy: Callable[..., Path]) -> None:
+    """FedPM's server gets no sum of four masks where five have to contribute: they would count as masks of zeros."""
+    with pytest.raises(RunFailed, match="reason: 4 clients are left in secure-aggregation, of 5 needed"):
+        lossy({SUM: [1]}, method="fedpm", min_contributors=5)
+
+
 def test_a_position_that_is_left_to_too_few_is_not_opened(lossy: Callable[..., Path]) -> None:
     """One of the two wide clients is lost with its vector: the others give theirs again, without its units."""
     keys = SLICES | {"min_contributors": 2}

@@ -137,7 +137,10 @@ class DefenceSettings(FederationSettings):
     samples than the last ones, harmful updates are left out, or it is not kept. The server holds a round's updates.
     """
     min_contributors: Count = 1
-    """A position of the model that fewer clients of a round contribute to keeps its value."""
+    """A position of the model that fewer clients of a round contribute to keeps its value.
+
+    A round with fewer valid replies is abandoned.
+    """
     clip_norm: NonNegative = 0.0
     """L2 norm to which each client's change of the model is scaled down before the mean; 0: no clipping.
 
@@ -198,7 +201,8 @@ class DefenceSettings(FederationSettings):
         """Least number of valid replies; a round with fewer is abandoned."""
         if self.dp_noise_by == "clients":  # the noise of one that is missing is missing as well
             return self.sample_size
-        return max(self.min_replies, 2 * self.byzantine_clients + 3 if self.mean == "krum" else 1)
+        krum = 2 * self.byzantine_clients + 3 if self.mean == "krum" else 1
+        return max(self.min_replies, self.min_contributors, krum)
 
     @model_validator(mode="after")
     def _defences_agree(self) -> "DefenceSettings":
@@ -216,6 +220,9 @@ class DefenceSettings(FederationSettings):
         if self.weighting == "examples" and (self.mean != "average" or self.dp_noise_multiplier):
             beside = f"mean = {self.mean!r}" if self.mean != "average" else "dp-noise-multiplier above 0"
             raise ValueError(f"weighting = {self.weighting!r}: must be 'uniform' with {beside}")
+        if self.min_contributors > self.sample_size:
+            take_part = f"the {self.sample_size} clients that take part in a round"
+            raise ValueError(f"min-contributors = {self.min_contributors}: at most {take_part}")
         if self.least_replies > self.sample_size:
             most = (self.sample_size - 3) // 2
             said = f"byzantine-clients = {self.byzantine_clients}:"
@@ -224,9 +231,6 @@ class DefenceSettings(FederationSettings):
                 raise ValueError(f"{said} mean = 'krum' {least}, {self.sample_size} take part")
             beside = f"mean = 'krum' and the {self.sample_size} clients that take part in a round"
             raise ValueError(f"{said} at most {most} with {beside}")
-        if self.min_contributors > self.sample_size:
-            take_part = f"the {self.sample_size} clients that take part in a round"
-            raise ValueError(f"min-contributors = {self.min_contributors}: at most {take_part}")
         if 0 < self.dp_noise_multiplier < MIN_NOISE:
             raise ValueError(f"dp-noise-multiplier = {self.dp_noise_multiplier}: must be 0 or at least {MIN_NOISE}")
         if self.dp_noise_by == "clients" and not self.dp_noise_multiplier:
