@@ -36,6 +36,12 @@ def test_masked_positions_count_alone() -> None:
     assert norm([x, torch.tensor(math.sqrt(6))]) == pytest.approx(6)
 
 
+def test_a_long_tensor_is_as_long_as_its_float64() -> None:
+    x, length = torch.full((1 << 24,), 1e-3), 2**12 * 1e-3
+    assert norm([x]) == pytest.approx(length, rel=1e-4)
+    assert square(x, torch.zeros_like(x), torch.tensor([True])) == pytest.approx(length**2, rel=1e-4)
+
+
 @pytest.mark.parametrize(("value", "expected"), [(math.nan, math.nan), (math.inf, math.inf), (3e38, math.inf)])
 def test_what_is_not_finite_shows_in_its_row_alone(value: float, expected: float) -> None:
     x = torch.ones(3, 5)

@@ -19,8 +19,12 @@ MIN_MEDIAN = 0.01
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of float tensors taken together; inf where their squares overflow float32."""
-    return math.hypot(*(torch.linalg.vector_norm(tensor).item() for tensor in tensors))
+    """Return the Euclidean norm of float tensors taken together; inf where their squares overflow float32.
+
+    Block by block: one float32 sum of 10^8 squares came out 4 % too small, and clipping left changes too long.
+    """
+    blocks = (block for tensor in tensors for block in tensor.reshape(-1).split(BLOCK))
+    return math.hypot(*(torch.linalg.vector_norm(block).item() for block in blocks))
 
 
 def squares(rows: Tensor, start: Tensor) -> list[float]:
@@ -54,7 +58,7 @@ def square(x: Tensor, start: Tensor, mask: Tensor | None = None) -> float:
     """Return ``||mask (x - start)||²`` like :func:`squares`; ``mask``: bool that broadcasts, None for all positions."""
     if mask is None:
         return squares(x[None], start)[0]
-    return float(torch.linalg.vector_norm((x - start).mul_(mask))) ** 2
+    return norm([(x - start).mul_(mask)]) ** 2
 
 
 class NormGuard(Generic[T]):
