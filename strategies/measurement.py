@@ -1,6 +1,7 @@
 """A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
 
-A method makes a :class:`Measurement` its ``measurement``. Replies are checked, bounded and averaged as in a training.
+A method makes a :class:`Measurement` its ``measurement``. Replies are checked, bounded and averaged as in a training,
+but for ``clip-norm``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ class Measurement(Hooks):
     """
 
     def __init__(self, method: Hooks) -> None:
-        super().__init__(method.settings, method.model)
+        # What is measured is no change of the model: clipped it would be another number.
+        super().__init__(method.settings.model_copy(update={"clip_norm": 0.0}), method.model)
         self.method, self.current, self.config = method, method.current, ConfigRecord()
 
     def clients(self) -> Sequence[int]:

@@ -261,12 +261,11 @@ def statistics(place: Workplace, model: Tensors, server_round: int) -> Tensors:
     return {name: total / sum(map(len, place.partition.train)) for name, total in sums.items()}
 
 
-@pytest.mark.parametrize("server_lr", [1.0, 0.5])
-def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(server_lr: float, run_local: Run) -> None:
-    """And are what was measured, however far the server steps."""
+@pytest.mark.parametrize("more", [{}, {"server_lr": 0.5}, {"clip_norm": 0.5}], ids=str)
+def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(more: dict[str, float], run_local: Run) -> None:
+    """And are what was measured, however far the server steps and however short changes of the model have to be."""
     keys = every("heterofl", widths="1, 0.5", **BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2)
-    keys |= {"server_lr": server_lr}
-    _, folder = run_local(**keys | {"num_rounds": 2})
+    _, folder = run_local(**keys | more | {"num_rounds": 2})
     model = load_file(folder / "model.safetensors")
     place = workplace(settings(**BATCH_NORM, partition="dirichlet", eval_every=2, local_epochs=2, num_rounds=2))
     expected = statistics(place, model, 2)
