@@ -292,6 +292,9 @@ def check_defences(strategy: Hooks) -> None:
     if settings.secure_aggregation:
         check_secure(strategy)
     if noise:
+        if settings.lr_schedule == "plateau" and (first := settings.evaluations[0]) != "global":
+            reason = f"lr would follow the clients' {first!r} scores, which have no noise; allowed is 'global' first"
+            raise UserError(f"evaluate = {first!r}: not with lr-schedule = 'plateau' and dp-noise-multiplier: {reason}")
         sent = strategy.current if strategy.stage(1) else strategy.shared
         buffers = [name for name, _ in strategy.model.named_buffers() if name in sent]
         if buffers:

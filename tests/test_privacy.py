@@ -317,6 +317,13 @@ def test_statistics_take_no_noise() -> None:
     check_defences(made("lg-fedavg", **keys, lg_fedavg__warm_rounds=0)[0])
 
 
+def test_no_score_of_the_clients_decides_the_learning_rate() -> None:
+    keys = {"lr_schedule": "plateau", **PRIVATE}
+    with pytest.raises(UserError, match=r"^evaluate = 'personal': not with lr-schedule = 'plateau' and dp-noise-multi"):
+        check_defences(made("fedrep", evaluate="personal, global", **keys)[0])
+    check_defences(made("fedrep", evaluate="global, personal", **keys)[0])
+
+
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, run_local: Run) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name != "dp_accounting" and find(name, *more))
