@@ -98,13 +98,14 @@ class Merging:
         """Add the next update."""
         update, contribution, norms = valid
         strategy = self._strategy
-        # A copy: a received tensor is a view of a whole message.
-        kept = {name: tensor.clone() for name, tensor in strategy.remembered(update, contribution).items()}
-        self._record(replace(update, tensors=kept), norms, formula_bytes(update.tensors))
         if limit := strategy.settings.server_clip:
             distance = strategy.distance(update, contribution)
             self.clipped += distance > limit
             contribution = clipped(contribution, strategy.current, distance, limit)
+        values = contribution.tensors if limit else {}
+        # A copy: a received tensor is a view of a whole message.
+        kept = {name: values.get(name, x).clone() for name, x in strategy.remembered(update, contribution).items()}
+        self._record(replace(update, tensors=kept), norms, formula_bytes(update.tensors))
         if strategy.settings.min_contributors > 1:
             self._count(contribution)
         self._wait(contribution)

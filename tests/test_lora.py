@@ -217,6 +217,12 @@ def test_fedsa_keeps_b(made: Made) -> None:
     assert all(tensor.any() for tensor in worker.own.values())
 
 
+def test_the_error_of_clipped_adapters_is_that_of_their_mean(made: Made) -> None:
+    """Updates that are clipped to 0.1: FFA-LoRA, with one A, has no error."""
+    strategy, _ = made("ffa-lora", clip_norm=0.1)
+    assert merge_round(strategy, updates_of(strategy))["merge-error"] < 1e-5
+
+
 def test_ffa_trains_no_a(made: Made) -> None:
     strategy, client = made("ffa-lora")
     a = {each.a for each in adapters(strategy.current)}
