@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedsub_app.common.errors import UserError
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
 from fedsub_app.data.partition import deal_classes
-from fedsub_app.data.samples import pooled
+from fedsub_app.data.samples import Dataset, Samples, pooled
 from fedsub_app.runs.config import resolve
 from fedsub_app.training.problem import Problem
 
@@ -244,6 +244,18 @@ def test_a_partitioner_of_sizes_of_flwr_datasets() -> None:
     assert linear == [143, 287, 431, 577]
 
 
+@pytest.mark.parametrize("partition", ["dirichlet", "flwr:IidPartitioner", "flwr:LinearPartitioner"])
+def test_runs_of_a_sorted_file_are_no_clients(partition: str) -> None:
+    """Rows are sorted by source and class, as a folder's images are."""
+    y = torch.arange(10).repeat_interleave(40)
+    source, x = torch.arange(2).repeat_interleave(400), Samples(torch.zeros(800, 1))
+    data = Dataset("a", x, y.repeat(2), source, x, y.repeat(2), source, 10, ("one", "two"), (), (1,))
+    made = make_partition(data, PartitionSettings(partition=partition, num_clients=4, dirichlet_alpha=1000.0))
+    assert everything(made) == list(range(800))
+    assert int(made.class_counts(data).min()) > 0
+    assert all(0.3 < float(source[own].double().mean()) < 0.7 for own in made.train)
+
+
 def test_summary_is_json_and_adds_up() -> None:
     made = make(num_clients=4, validation_fraction=0.25, client_test="holdout")
     summary = json.loads(json.dumps(partition_summary(load_dataset(DIGITS), made)))
@@ -255,6 +267,14 @@ def test_summary_is_json_and_adds_up() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"partition": "flwr:NaturalIdPartitioner", "partition_options": "partition_by='label'", "num_clients": 5},
+            r"^num-clients = 5: partition = 'flwr:NaturalIdPartitioner' makes 10 parts, expected one a client$",
+        ),
+        (
+            {"partition": "flwr:SizePartitioner", "partition_options": "partition_sizes=[700, 700]", "num_clients": 3},
+            r"^num-clients = 3: partition = 'flwr:SizePartitioner' makes 2 parts, expected one a client$",
+        ),
         (
             {"partition": "quantity", "dirichlet_alpha": 0.01, "min_samples": 20},
             r"^dirichlet-alpha = 0\.01: no partition of 1438 samples over num-clients = 10 with 20 or more each in 11",

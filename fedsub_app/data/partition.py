@@ -284,20 +284,29 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
         raise UserError(f"partition = {settings.partition!r}: flwr-datasets has no {name}; allowed are {allowed}")
     ours = {"num_partitions": settings.num_clients, "seed": derive(settings.seed, "partition")}
     takes = inspect.signature(kind).parameters
-    labels, sources = dataset.train_labels.tolist(), [dataset.sources[k] for k in dataset.train_source.tolist()]
+    labels, sources = dataset.train_labels, dataset.train_source
+    rows = torch.arange(len(labels))
+    several = len((labels * len(dataset.sources) + sources).unique()) > len(labels.unique())
+    if several or settings.partition.startswith(FLWR):  # they cut runs of rows: files may be sorted by class or source
+        rows = torch.randperm(len(labels), generator=generator(settings.seed, "rows"))
+    names = [dataset.sources[k] for k in sources[rows].tolist()]
     try:
         made = kind(**{k: value for k, value in ours.items() if k in takes} | options)
-        made.dataset = Table.from_dict({"label": labels, "source": sources, "index": list(range(len(labels)))})
+        made.dataset = Table.from_dict({"label": labels[rows].tolist(), "source": names, "index": rows.tolist()})
     except Exception as error:  # of options that are none of its
         raise UserError(f"partition-options = {settings.partition_options!r}: {one_line(error)[:200]}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
-            clients = [made.load_partition(client)[:]["index"] for client in range(settings.num_clients)]
+            parts = made.num_partitions
+            clients = [made.load_partition(k)[:]["index"] for k in range(min(parts, settings.num_clients))]
     except Exception as error:  # ValueError, and what options that are none of its lead to
         of = f"{len(labels)} samples over num-clients = {settings.num_clients}"
         of += f" with {least} or more each" if (least := settings.min_samples) else ""
         raise UserError(f"{key} = {settings.toml()[key]!r}: no partition of {of}: {one_line(error)}") from error
+    if parts != settings.num_clients:  # of a natural id, of sizes, or of options
+        said = f"partition = {settings.partition!r} makes {parts} parts, expected one a client"
+        raise UserError(f"num-clients = {settings.num_clients}: {said}")
     return [torch.tensor(client, dtype=torch.int64) for client in clients]
 
 
