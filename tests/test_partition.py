@@ -1,6 +1,7 @@
 """Partitions: who holds what, as properties, and every impossible setting by its message."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.seeds import derive
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
 from fedsub_app.data.partition import deal_classes
 from fedsub_app.data.samples import Dataset, Samples, pooled
@@ -63,7 +65,7 @@ def test_covering_partitions_hold_every_sample_once(
         held_out = len(made.test[i]) if client_test == "holdout" else 0
         own = len(made.train[i]) + len(made.validation[i]) + held_out
         assert held_out == (max(1, int(own * 0.2)) if client_test == "holdout" else 0)
-        assert len(made.validation[i]) == int((own - held_out) * validation)
+        assert len(made.validation[i]) == int((own - held_out) * Fraction(str(validation)))
         assert len(made.train[i]) >= 1
     make_partition.cache_clear()
     again = make(**changes)
@@ -122,16 +124,27 @@ def test_samples_drawn_with_replacement(partition: str, alpha: float) -> None:
 def test_shards_are_runs_of_the_label_order() -> None:
     made = make(partition="shards", num_clients=10, shards_per_client=2)
     train_y = load_dataset(DIGITS).train_y
-    position = torch.empty(SAMPLES, dtype=torch.int64)
-    position[train_y.argsort(stable=True)] = torch.arange(SAMPLES)
-    size = SAMPLES // 20
+    shard = torch.empty(SAMPLES, dtype=torch.int64)
+    for number, rows in enumerate(train_y.argsort(stable=True).tensor_split(20)):
+        shard[rows] = number
     seen: list[int] = []
     for indices in made.train:
-        assert len(indices) == 2 * size
-        shards, counts = (position[indices] // size).unique(return_counts=True)  # type: ignore[no-untyped-call]
-        assert counts.tolist() == [size, size]
+        shards, counts = shard[indices].unique(return_counts=True)  # type: ignore[no-untyped-call]
+        assert set(counts.tolist()) <= {SAMPLES // 20, SAMPLES // 20 + 1}
         seen += shards.tolist()
-    assert len(set(seen)) == 20
+    assert sorted(seen) == list(range(20))
+    assert everything(made) == list(range(SAMPLES))
+
+
+def test_shards_of_one_size_are_those_of_flwr_datasets() -> None:
+    from datasets import Dataset as Table
+    from flwr_datasets.partitioner import ShardPartitioner
+
+    labels = load_dataset(DIGITS).train_y.tolist()
+    theirs = ShardPartitioner(2, "label", num_shards_per_partition=1, seed=derive(0, "partition"))
+    theirs.dataset = Table.from_dict({"label": labels, "index": list(range(SAMPLES))})
+    made = make(partition="shards", num_clients=2, shards_per_client=1)
+    assert [sorted(theirs.load_partition(k)["index"]) for k in range(2)] == [own.tolist() for own in made.train]
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,11 +179,16 @@ def test_one_client_a_class_is_disjoint_and_covers_everything() -> None:
         assert everything(made) == list(range(SAMPLES))
 
 
-def test_uneven_classes_are_dealt_by_flwr_datasets() -> None:
-    made = make(partition="classes", num_clients=7, classes_per_client=3)
-    assert [len(labels) for labels in labels_of(made)] == [3] * 7
-    indices = everything(made)
-    assert len(set(indices)) == len(indices)
+@pytest.mark.parametrize(("clients", "per_client", "owners"), [(7, 3, {2, 3}), (4, 3, {1, 2}), (3, 5, {1, 2})])
+def test_uneven_classes_leave_none_out(clients: int, per_client: int, owners: set[int]) -> None:
+    for seed in range(3):
+        made = make(partition="classes", num_clients=clients, classes_per_client=per_client, seed=seed)
+        assert [len(labels) for labels in labels_of(made)] == [per_client] * clients
+        assert everything(made) == list(range(SAMPLES))
+        assert {sum(label in labels for labels in labels_of(made)) for label in range(10)} == owners
+    few = make(partition="classes", num_clients=3, classes_per_client=2)
+    assert sorted(map(len, labels_of(few))) == [2, 2, 2]
+    assert len(set.union(*labels_of(few))) == 6
 
 
 def test_lists_give_the_classes_written_and_split_shared_ones_evenly() -> None:
@@ -256,6 +274,11 @@ def test_runs_of_a_sorted_file_are_no_clients(partition: str) -> None:
     assert all(0.3 < float(source[own].double().mean()) < 0.7 for own in made.train)
 
 
+def test_a_fraction_is_rounded_down_exactly() -> None:
+    made = make(DIGITS.model_copy(update={"train_per_class": 10}), num_clients=1, validation_fraction=0.29)
+    assert (len(made.train[0]), len(made.validation[0])) == (71, 29)
+
+
 def test_summary_is_json_and_adds_up() -> None:
     made = make(num_clients=4, validation_fraction=0.25, client_test="holdout")
     summary = json.loads(json.dumps(partition_summary(load_dataset(DIGITS), made)))
@@ -306,16 +329,9 @@ def test_summary_is_json_and_adds_up() -> None:
         ),
         ({"partition": "shards", "shards_per_client": 144}, r"shards-per-client = 144: expected 1 to 143"),
         ({"partition": "classes", "classes_per_client": 11}, r"classes-per-client = 11: expected 1 to 10"),
-        (
-            {"partition": "classes", "num_clients": 1433, "classes_per_client": 1},
-            r"classes-per-client = 1: no partition",
-        ),
+        ({"partition": "classes", "num_clients": 1433, "classes_per_client": 1}, r"client \d+ has no training sample"),
         ({"partition": "classes", "num_clients": 1430, "classes_per_client": 2}, r"client \d+ has no training sample"),
         ({"partition": "source-classes", "num_clients": 2}, r"num-clients = 2: partition = 'source-classes' expected"),
-        (
-            {"partition": "source-classes", "num_clients": 1},
-            r"classes-per-client = 2: partition = 'source-classes' needs",
-        ),
         ({"partition": "source", "num_clients": 2}, r"num-clients = 2: partition = 'source' expected .*1 \(digits\)"),
         ({"partition": "lists", "class_lists": "0, 1"}, r"class-lists = '0, 1': 2 lists for num-clients = 10"),
         ({"partition": "lists", "num_clients": 1, "class_lists": "10"}, r"unknown class 10, expected 0 to 9"),

@@ -801,7 +801,7 @@ def test_a_position_that_is_left_to_too_few_is_not_opened(lossy: Callable[..., P
 
 # --- secret masks -----------------------------------------------------------------------------------------------------
 
-# Three of ten classes a client: rows of the output layer belong to none, one or several of the five clients.
+# Three of ten classes a client: rows of the output layer belong to one or two of the five clients.
 MASKED: dict[str, Any] = {
     "method": "heterofl", "heterofl__widths": "0.5, 1", "partition": "classes", "classes_per_client": 3,
     "min_contributors": 2,

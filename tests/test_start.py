@@ -44,7 +44,7 @@ def test_a_partition_of_flwr_datasets_does_not_load_its_pictures() -> None:
     """seaborn and scipy take 1.3 s. The package itself can be imported afterwards, with the same partitioners."""
     program = """
 from fedsub_app.cli.main import main
-assert main(["run", "quickstart/digits", "partition=shards", "--dry-run"]) == 0
+assert main(["run", "quickstart/digits", "partition=dirichlet", "--dry-run"]) == 0
 """
     package = """
 from flwr_datasets import FederatedDataset, partitioner

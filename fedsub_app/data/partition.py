@@ -1,14 +1,13 @@
 """Which client holds which samples.
 
-flwr-datasets' partitioners make ``dirichlet``, ``shards`` and the uneven case of ``classes`` (:func:`by_flwr`). The
-others are a few lines of torch here, because the package datasets, on which it works, takes a second to import: ``iid``
-gives the same sizes as its IidPartitioner, ``source`` the same clients as its NaturalIdPartitioner, ``lists`` has no
-counterpart there.
+flwr-datasets' partitioners make ``dirichlet`` and ``flwr:NAME`` (:func:`by_flwr`). The others are a few lines of torch
+here, because the package datasets, on which it works, takes a second to import: ``iid`` gives the same sizes as its
+IidPartitioner, ``source`` the same clients as its NaturalIdPartitioner, ``shards`` those of its ShardPartitioner where
+all are of one size (else that leaves samples out), ``lists`` has no counterpart there.
 
-``classes`` deals every class to equally many clients where ``num-clients * classes-per-client`` is a multiple of the
-number of classes, as FedSelect's code does, with distinct classes for each client; with one client a class (FedPeWS)
-the clients are disjoint and cover everything. flwr-datasets' PathologicalPartitioner has no mode for that; it does the
-rest.
+``classes`` deals every class to equally many clients, or some to one more, as FedSelect's code does, with distinct
+classes for each client; with one client a class (FedPeWS) the clients are disjoint and cover everything. flwr-datasets'
+PathologicalPartitioner has no mode for that, and may leave classes out.
 """
 
 import inspect
@@ -16,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
@@ -127,7 +127,8 @@ def _check(dataset: Dataset, settings: PartitionSettings) -> None:
 
 def _split(indices: Tensor, fraction: float, least: int, seed: int, client: int, purpose: str) -> tuple[Tensor, Tensor]:
     """Return ``(rest, part)``, both sorted; the part is random and ``fraction`` of the indices, rounded down."""
-    size = min(max(int(len(indices) * fraction), least), len(indices))
+    exact = Fraction(str(fraction))  # 90 * 0.7 is 62.99… in floating-point numbers
+    size = min(max(int(len(indices) * exact), least), len(indices))
     order = torch.randperm(len(indices), generator=generator(seed, client, purpose))
     return indices[order[size:]].sort().values, indices[order[:size]].sort().values
 
@@ -205,13 +206,16 @@ def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _by_source_and_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    of_source = _by_source(dataset, settings)
-    if settings.num_clients * settings.classes_per_client % dataset.label_count:
-        needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
-        key = f"classes-per-client = {settings.classes_per_client}"
-        raise UserError(f"{key}: partition = 'source-classes' needs {needs}")
-    pairs = zip(of_source, deal_classes(dataset.label_count, settings), strict=True)
+    pairs = zip(_by_source(dataset, settings), deal_classes(dataset.label_count, settings), strict=True)
     return [own[torch.isin(dataset.train_labels[own], torch.tensor(labels))] for own, labels in pairs]
+
+
+def _by_shards(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    """Deal shards of the samples sorted by label, whose sizes differ by at most 1."""
+    shards = dataset.train_labels.argsort(stable=True).tensor_split(settings.num_clients * settings.shards_per_client)
+    order = np.random.default_rng(derive(settings.seed, "partition")).permutation(len(shards))
+    hands = order.reshape(settings.num_clients, settings.shards_per_client).tolist()
+    return [torch.cat([shards[number] for number in hand]) for hand in hands]
 
 
 def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
@@ -229,23 +233,23 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    if settings.num_clients * settings.classes_per_client % dataset.label_count == 0:
-        return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
-    if settings.repeat_classes:
+    if settings.repeat_classes and settings.num_clients * settings.classes_per_client % dataset.label_count:
         needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
         raise UserError(f"repeat-classes = true: needs {needs}")
-    return by_flwr(dataset, settings)
+    return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
 
 
 def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int]]:
-    """Deal every class equally often, which must come out even; distinct ones to each client unless they may repeat."""
+    """Deal every class equally often, or some once more; distinct ones to each client unless they may repeat."""
     num_clients, classes_per_client = settings.num_clients, settings.classes_per_client
     random = generator(settings.seed, "classes of clients")
-    copies = num_clients * classes_per_client // num_classes
+    copies, more = divmod(num_clients * classes_per_client, num_classes)
     if settings.repeat_classes:  # as published: a shuffled deck, cut
         deck = torch.arange(num_classes).repeat(copies)[torch.randperm(num_classes * copies, generator=random)]
         return [hand.tolist() for hand in deck.split(classes_per_client)]
     left = torch.full((num_classes,), copies)
+    if more:
+        left[torch.randperm(num_classes, generator=random)[:more]] += 1
     lists = []
     for clients_left in range(num_clients, 0, -1):
         # A class with as many copies left as clients must go to each of them; the others by their copies left.
@@ -273,7 +277,7 @@ def _share_classes(dataset: Dataset, lists: Sequence[Sequence[int]], seed: int) 
 
 
 def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return each client's training samples, int64: partition = "dirichlet", "shards", "classes" or "flwr:NAME"."""
+    """Return each client's training samples, int64: partition = "dirichlet" or "flwr:NAME"."""
     from datasets import Dataset as Table
 
     name, key, options = _partitioner(settings)
@@ -324,26 +328,16 @@ def _partitioners() -> ModuleType:
 
 def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]:
     """Return the class of flwr-datasets, the key of ours that its errors are about, and its options."""
-    options: dict[str, Any]
-    match settings.partition:
-        case "dirichlet":
-            options = {"alpha": settings.dirichlet_alpha, "self_balancing": False}
-            options["min_partition_size"] = least_samples(settings)
-            return "DirichletPartitioner", "dirichlet-alpha", {"partition_by": "label", **options}
-        case "shards":
-            options = {"num_shards_per_partition": settings.shards_per_client}
-            return "ShardPartitioner", "shards-per-client", {"partition_by": "label", **options}
-        case "classes":
-            mode = "first-deterministic"  # every class is used where there are clients enough
-            options = {"num_classes_per_partition": settings.classes_per_client, "class_assignment_mode": mode}
-            return "PathologicalPartitioner", "classes-per-client", {"partition_by": "label", **options}
-        case name:
-            return name.removeprefix(FLWR), "partition", read_options(settings.partition_options)
+    if settings.partition != "dirichlet":
+        return settings.partition.removeprefix(FLWR), "partition", read_options(settings.partition_options)
+    options = {"partition_by": "label", "alpha": settings.dirichlet_alpha, "self_balancing": False}
+    return "DirichletPartitioner", "dirichlet-alpha", {**options, "min_partition_size": least_samples(settings)}
 
 
 _DIVIDE = {
     "iid": _iid,
     "quantity": by_quantity,
+    "shards": _by_shards,
     "classes": _by_classes,
     "source": _by_source,
     "source-classes": _by_source_and_classes,

@@ -124,12 +124,12 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     """How the training samples are shared out to the clients.
 
     ``iid``: random, sizes differ by at most 1; ``quantity``: random, sizes by a Dirichlet draw; ``dirichlet``: each
-    class by its own Dirichlet draw; ``shards``: equal
-    shards of the data sorted by label; ``classes``: some classes a client; ``source``: one client a source of a
-    combined data set, or a domain; ``source-classes``: some classes of a source a client; ``lists``: classes as written
-    in ``class-lists``; ``column``: whole groups of the column ``group``, or sources, one or more a client, or with a
-    multiple of clients each group dealt over equally many;
-    ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with ``partition-options``.
+    class by its own Dirichlet draw; ``shards``: shards of the data sorted by label, whose sizes differ by at most 1;
+    ``classes``: some classes a client; ``source``: one client a source of a combined data set, or a domain;
+    ``source-classes``: some classes of a source a client; ``lists``: classes as written in ``class-lists``; ``column``:
+    whole groups of the column ``group``, or sources, one or more a client, or with a multiple of clients each group
+    dealt over equally many; ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with
+    ``partition-options``.
     """
     partition_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of partition = "flwr:NAME": "alpha=0.3, partition_by='label'"; its columns are label and source."""
@@ -148,7 +148,10 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     shards_per_client: Count = 2
     """Shards of each client with partition = "shards"."""
     classes_per_client: Count = 5
-    """Classes of each client with partition = "classes" or "source-classes"."""
+    """Classes of each client with partition = "classes" or "source-classes".
+
+    Where all clients together have fewer than there are, classes are left out.
+    """
     repeat_classes: bool = False
     """Deal classes as FedSelect's code does: a client may be dealt a class twice, and has two parts of it."""
     class_lists: ClassLists = ()
