@@ -320,6 +320,10 @@ def test_summary_is_json_and_adds_up() -> None:
             r"samples-per-client = 5: must be 0 with partition = 'shards'; allowed are 'iid', 'dirichlet'",
         ),
         (
+            {"partition": "dirichlet", "dirichlet_alpha": 100.0, "samples_per_client": 4},
+            r"^samples-per-client = 4: too few for 10 classes, the rounding moves [34] samples of client 0; raise",
+        ),
+        (
             {"partition": "iid", "samples_per_client": 5, "validation_fraction": 0.5},
             r"samples-per-client = 5: must be 0 with validation-fraction or holdout",
         ),

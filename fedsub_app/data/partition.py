@@ -166,8 +166,12 @@ def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
         if settings.partition == "iid":
             found = draws.integers(len(dataset.train_y), size=size)
         else:
-            counts = np.round(draws.dirichlet([settings.dirichlet_alpha] * len(of_class)) * size).astype(int)
+            shares = draws.dirichlet([settings.dirichlet_alpha] * len(of_class)) * size
+            counts = np.round(shares).astype(int)
             counts[-1] = max(size - counts[:-1].sum(), 0)
+            if (most := max(abs(counts[-1] - shares[-1]), counts.sum() - size)) > max(size / 10, 1):
+                said = f"too few for {len(of_class)} classes, the rounding moves {most:.0f} samples of client {client}"
+                raise UserError(f"samples-per-client = {size}: {said}; raise it or lower dirichlet-alpha")
             found = np.concatenate([draws.choice(own, n) for own, n in zip(of_class, counts, strict=True) if n])
         clients.append(torch.from_numpy(found).sort().values)
     return clients

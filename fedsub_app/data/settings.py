@@ -144,6 +144,7 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
 
     Each client draws the fractions of its classes from the Dirichlet distribution, rounded, or all samples alike (IST).
+    The last class takes what the rounding leaves, so that a client may have some more samples.
     """
     shards_per_client: Count = 2
     """Shards of each client with partition = "shards"."""
