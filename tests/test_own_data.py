@@ -661,6 +661,16 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sizes == ([48, 72] if source in ("t", "t.py:load") else [24, 36])
 
 
+def test_small_numbers_are_normalised_and_constant_columns_are_not(tmp_path: Path) -> None:
+    """Such as farads; a constant column has no deviation but that of rounding."""
+    rows = "".join(f"{k}e-12,0.1,1.7e18,0,{k % 2}\n" for k in range(36))
+    (tmp_path / "t.csv").write_text(f"a,b,c,d,label\n{rows}")
+    x = load_dataset(resolve(keys_of(tmp_path, "csv:t.csv")).data).train_x[:]
+    assert isinstance(x, torch.Tensor)
+    torch.testing.assert_close(x.std(0, correction=0), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(x.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+
+
 def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     table, keys = tmp_path / "t.csv", keys_of(tmp_path, "csv:t.csv", num_clients=2, num_rounds=1, model="feature-mlp")
     table.write_text("x,label\n" + "1,0\n2,1\n" * 24)

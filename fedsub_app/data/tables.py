@@ -263,7 +263,7 @@ def _numbers(wanted: DataSettings, columns: "Sequence[Sequence[pd.Series[Any]]]"
     x = [torch.cat(part, 1) for part in zip(*every, strict=True)]
     if wanted.normalise != "none":
         mean, deviation = x[0].mean(0), x[0].std(0, correction=0)
-        deviation[deviation < 1e-9] = 1.0  # a constant column stays constant
+        deviation[deviation <= 1e-14 * x[0].abs().amax(0)] = 1.0  # a constant column stays constant
         x = [(part - mean) / deviation for part in x]
     return [Samples(part.float()) for part in x]
 
