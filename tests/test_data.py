@@ -539,6 +539,14 @@ def test_domains_of_images_like_office_home(data_dir: Path) -> None:
         load("office+digits", domains=("Art",))
 
 
+def test_parts_of_a_split_are_no_domains(data_dir: Path) -> None:
+    """Test/ would be trained on."""
+    for part in ("Train", "Test"):
+        write_images(data_dir / f"mine/{part}/Bed", 6)
+    with pytest.raises(UserError, match=r"mine: Test/ would be a domain; the folders of a split are train/ and test/$"):
+        load("mine")
+
+
 def write_cifar10_c(folder: Path, images: int = 60) -> None:
     """Two corruptions; an image's grey value is its severity, plus 10 for the second one."""
     folder.mkdir()

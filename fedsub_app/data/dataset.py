@@ -161,6 +161,8 @@ def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
 def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
     """Read ``<domain>/<class>/<image>``, such as Office-Home; a class has the same number in all domains."""
     known = {path.name: path for path in sorted(folder.iterdir()) if folder_form(path) == "classes"}
+    if parts := sorted(name for name in known if re.match("(train|test)(ing)?$", name, re.IGNORECASE)):
+        raise UserError(f"{folder}: {parts[0]}/ would be a domain; the folders of a split are train/ and test/")
     domains, classes = chosen_domains(settings, known), class_names(folder)
     return {n: Source(*read_files(settings, path, classes), len(classes), (HELD_OUT,)) for n, path in domains.items()}
 
