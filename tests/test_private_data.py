@@ -154,8 +154,15 @@ def test_a_table_of_a_nodes_own(run_local: RunLocal, tmp_path: Path) -> None:
     assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
 
 
+def test_a_table_of_a_nodes_own_needs_named_columns() -> None:
+    """All columns of a file are in the file's order: one node's weight would be another's age."""
+    header = {"run": "a", "shape": [2], "classes": 2}
+    with pytest.raises(UserError, match=r"^input = '': must name the columns with private-data = 'notes.csv': tables"):
+        node._private_place('{"private-examples": 9}', "notes.csv", header, Path())
+
+
 def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
-    text = json.dumps({"private-examples": 9, "tokenizer": "words"})
+    text = json.dumps({"private-examples": 9, "tokenizer": "words", "input": "text"})
     header = {"run": "a", "shape": {"input_ids": [5], "attention_mask": [5]}, "classes": 2}
     with pytest.raises(
         UserError, match=r"^tokenizer = 'words': differs between nodes; must be 'transformers:NAME' with"

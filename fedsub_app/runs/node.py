@@ -29,7 +29,7 @@ from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import private_name
 from fedsub_app.data.names import data_folder
-from fedsub_app.data.settings import SOURCES
+from fedsub_app.data.settings import READERS, SOURCES
 from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update
@@ -246,6 +246,8 @@ def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace
         raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file, image folder or table>")
     if not settings.private_examples:
         raise UserError(f"private-data = {path!r}: not used in a run with private-examples = 0")
+    if Path(path).suffix[1:] in READERS and not settings.input:
+        raise UserError(f"input = '': must name the columns with private-data = {path!r}: tables may order others")
     texts = isinstance(header["shape"], dict)
     shape = {n: tuple(s) for n, s in header["shape"].items()} if texts else tuple(header["shape"])
     if texts and settings.tokenizer in TRAINED:
