@@ -10,13 +10,10 @@ from fedsub_app.training.objectives import Prox
 from fedsub_app.training.optimizer import Optimizer
 from strategies.fedpm import THETA, signed_constants
 from strategies.sparse import MASK
-from strategies.sparse_settings import FedPMSettings
 
 
 class FedPMClient(Client):
     """Trains the scores of the masks, and the tensors that have none."""
-
-    options: FedPMSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return a mask drawn from the trained scores, and the other tensors (Algorithm 1, lines 8 to 14)."""

@@ -8,14 +8,11 @@ from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, unprefixed
 from fedsub_app.models import Output
 from fedsub_app.subnets.masks import gather, scatter
-from strategies.settings import FIARSESettings
 from strategies.sparse import MASK
 
 
 class FIARSEClient(Client):
     """Trains the weights that are not below its threshold."""
-
-    options: FIARSESettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the trained values of the weights that were sent."""

@@ -12,7 +12,7 @@ from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.sparsity import exchanged, largest_of_layers
 from strategies.asked import GROW, LOSSES, SLOPE, exchange_counts
 from strategies.sparse import MASK, weight_names
-from strategies.sparse_settings import RegrownSettings, SparseSettings
+from strategies.sparse_settings import RegrownSettings
 
 
 class SparseClient(Client):
@@ -119,8 +119,6 @@ class FedTinyClient(FedRTSClient):
 
 class SSFLClient(SparseClient):
     """Computes the saliencies in the first round, and trains under the mask in the others."""
-
-    options: SparseSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return the saliencies where the server asks for them, or the trained values."""

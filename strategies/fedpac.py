@@ -21,7 +21,6 @@ from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.memory import Memory
-from strategies.settings import FedPACSettings
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
 
@@ -29,7 +28,6 @@ CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "k
 class FedPAC(SubnetStrategy):
     """Merges models and class centroids; combines a head for each client."""
 
-    options: FedPACSettings
     secure = "its server combines the heads and centroids of single clients"
     refused = "its server also combines the clients' heads and centroids"
     remembers = ("heads", "centroids", "known")
@@ -75,20 +73,16 @@ class FedPAC(SubnetStrategy):
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Merge the centroids by counts; combine a head for each client that answered."""
-        counts = torch.stack([update.tensors[COUNTS] for update in updates])
-        means = torch.stack([update.tensors[MEANS] for update in updates])
-        total = counts.sum(0)
-        merged = (counts[:, :, None] * means).sum(0) / total.clamp(min=1e-12)[:, None]
+        every = {n: torch.stack([u.tensors[n] for u in updates]) for n in (COUNTS, MEANS, H, V, *self.head)}
+        total = every[COUNTS].sum(0)
+        merged = (every[COUNTS][:, :, None] * every[MEANS]).sum(0) / total.clamp(min=1e-12)[:, None]
         centroids = torch.where((total > 0)[:, None], merged, self.centroids)
         heads = {name: each.clone() for name, each in self.heads.items()}
-        h = torch.stack([update.tensors[H] for update in updates])
-        variances = torch.cat([update.tensors[V] for update in updates])
         used = {}
         for k, update in enumerate(updates):
-            weights = combination(h, variances, k)
+            weights = combination(every[H], every[V].flatten(), k)
             used[update.client] = [round(weight, 3) for weight in weights.tolist()]
             for name in self.head:
-                stacked = torch.stack([other.tensors[name] for other in updates])
-                heads[name][update.client] = torch.tensordot(weights, stacked, dims=1)
+                heads[name][update.client] = torch.tensordot(weights, every[name], dims=1)
         state: dict[str, Memory] = {"heads": heads, "centroids": centroids, "known": self.known | (total > 0)}
         return Merged(super().merge(mean, updates).model, state, {"combination": used})

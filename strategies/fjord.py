@@ -21,14 +21,12 @@ rounding up, one p a mini-batch for all layers, no gradient through the teacher.
 """
 
 from strategies.base import Task
-from strategies.settings import FjORDSettings
 from strategies.sliced import Narrow
 
 
 class FjORD(Narrow):
     """Sends each client the first units of every hidden layer, and the widths that it draws from."""
 
-    options: FjORDSettings
     judged = False  # few clients train the whole network: from one honest round to the next its loss doubles
 
     def setup(self) -> None:

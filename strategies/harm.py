@@ -42,7 +42,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
     kept, dropped = list(updates), list[Dropped]()
     if not strategy.facts or not strategy.judged or not 1 < len(updates) <= MAX_TRIED:
         return kept, dropped
-    now, limit = _loss(strategy, kept), _limit(strategy, SUSPECT)
+    now, limit = _loss(strategy, kept), _limit(float(_last(strategy).min()), *SUSPECT)
     watched, suspected = _rounds(strategy, WATCHED), _rounds(strategy, SUSPECTED)
     if any(_recent(strategy, suspected, valid.update.client) for valid in updates):
         limit = float(strategy.good[LOSS])
@@ -62,7 +62,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
     few = len(updates) < MAJORITY
     while (now > limit or few) and len(kept) > 1 and 2 * (len(kept) - 1) >= len(updates):
         losses = [without(number) for number in range(len(kept))]
-        if min(losses) > (_above(now, 0.8) - 0.05 if few else now - (now - limit) / 4):
+        if min(losses) > (_limit(now, 0.8, -0.05) if few else now - (now - limit) / 4):
             break
         now = leave_out(losses.index(min(losses)), min(losses))
     if dropped:
@@ -80,21 +80,21 @@ def far_worse(strategy: Hooks, loss: float, clients: Sequence[int]) -> str:
     """
     if not strategy.judged:
         return ""
-    past, limit = _last(strategy), _limit(strategy, WORSE)
+    past = _last(strategy)
     if not strategy.good or float(past[-1]) < float(strategy.good[LOSS]):
         _keep_good(strategy, past[-1])
     best = float(strategy.good[ALLOWED])
     rounds = {key: _rounds(strategy, key) for key in (WATCHED, MERGED, SUSPECTED)}
     rounds[MERGED][list(clients)] = strategy.round
-    if loss <= min(limit, _above(best, WORSE[0]) + WORSE[1]):
+    if loss <= _limit(min(float(past.min()), best), *WORSE):
         losses = torch.cat([past, past.new_tensor([loss])])[-WINDOW:]
         strategy.usual = {**strategy.usual, **rounds, LOSS: losses}
         return ""
 
     reason = f"the merged model's loss is {loss:.3g}, the best one's {float(strategy.good[LOSS]):.3g}: it is not kept"
-    strategy.good = {**strategy.good, ALLOWED: past.new_tensor(_above(best, 2))}
+    strategy.good = {**strategy.good, ALLOWED: past.new_tensor(_limit(best, 2))}
     undone, losses = strategy.round - 1, past + past.abs()
-    if loss > _above(best, WORSE[0]) + WORSE[1] and float(past[-1]) > _above(best, SUSPECT[0]) + SUSPECT[1]:
+    if loss > _limit(best, *WORSE) and float(past[-1]) > _limit(best, *SUSPECT):
         undone, losses = int(strategy.good[ROUND]), strategy.good[ALLOWED].reshape(1)
         _go_back(strategy)
         strategy.phase.report["back-to-round"] = undone
@@ -140,14 +140,9 @@ def _last(strategy: Hooks) -> torch.Tensor:
     return strategy.usual[LOSS]
 
 
-def _limit(strategy: Hooks, bound: tuple[float, float]) -> float:
-    times, plus = bound
-    return _above(float(_last(strategy).min()), times) + plus
-
-
-def _above(loss: float, times: float) -> float:
-    """Return ``times`` a loss above 0; one below 0, as of a density, rises by as much."""
-    return times * loss if loss > 0 else loss - (times - 1) * loss
+def _limit(loss: float, times: float, plus: float = 0.0) -> float:
+    """Return ``times`` a loss above 0, ``plus`` a number; one below 0, as of a density, rises by as much."""
+    return (times * loss if loss > 0 else loss - (times - 1) * loss) + plus
 
 
 def _loss(strategy: Hooks, updates: Sequence[Valid]) -> float:

@@ -102,7 +102,6 @@ class HeteroFL(Narrow):
         return self.options.masked_loss
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the global model."""
         return self.current
 
 

@@ -36,14 +36,12 @@ from fedsub_app.federation.nodes import sample
 from fedsub_app.subnets.masks import deal
 from strategies.base import Contribution, Update
 from strategies.defences import ALONE, DEFENCES
-from strategies.settings import ISTSettings
 from strategies.sliced import Sliced
 
 
 class IST(Sliced):
     """Deals the hidden units to a round's clients, anew in every round."""
 
-    options: ISTSettings
     secure = ALONE
     refused: ClassVar = {
         **dict.fromkeys((*DEFENCES, "min-contributors"), ALONE),

@@ -40,7 +40,7 @@ from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import Adapter, adapters, scale_of
 from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.parts import SharedPart
-from strategies.settings import HetLoRASettings, RankSettings
+from strategies.settings import HetLoRASettings
 from strategies.sliced import Sliced
 
 USES_ALL = "its server uses the products of each client's adapters"
@@ -136,7 +136,6 @@ class FedExLoRA(FedIT):
 class Ranked(FedIT, Sliced):
     """Clients have the first ranks of each adapter, a fraction of ``lora-rank`` by ``widths`` or their devices."""
 
-    options: RankSettings
     secure = refused = USES_ALL
 
     def refuses(self) -> Mapping[str, str]:

@@ -52,7 +52,6 @@ class FirstValid:
 
     @property
     def enough(self) -> bool:
-        """Whether enough updates are accepted."""
         return len(self._received) >= self._wanted and sum(not reason for _, reason in self._judged()) >= self._wanted
 
     def _judged(self) -> list[tuple[Valid, str]]:
@@ -87,7 +86,6 @@ class Merging:
         self._contributors: dict[str, Tensor] = {}  # int32 of each tensor's shape, with min-contributors
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Return the specs of a client's answer."""
         return self._strategy.expected(client)
 
     def contribution(self, update: Update) -> Contribution:
@@ -95,7 +93,6 @@ class Merging:
         return self._strategy.contribution(update)
 
     def add(self, valid: Valid) -> None:
-        """Add the next update."""
         update, contribution, norms = valid
         strategy = self._strategy
         if limit := strategy.settings.server_clip:
@@ -164,15 +161,12 @@ class _Kept(NamedTuple):
     mean: Mean
     kept: Mapping[str, tuple[Tensor, Tensor]]
 
-    def add(self, updates: Sequence[Contribution]) -> None:
-        self.mean.add(updates)
-
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
         new = self.mean.result(server_lr)
         return new | {name: torch.where(few, old, new[name]) for name, (few, old) in self.kept.items()}
 
 
-def _empty_mean(strategy: Hooks) -> Mean:
+def _empty_mean(strategy: Hooks) -> MaskedMean | RobustMean:
     settings, old = strategy.settings, strategy.current
     if settings.server_noise:
         deviation = settings.server_noise * settings.clip_norm

@@ -21,13 +21,12 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.models import part_names
 from strategies.base import Spec, SubnetStrategy, Task
-from strategies.settings import LGFedAvgSettings, PartSettings
+from strategies.settings import LGFedAvgSettings
 
 
 class SharedPart(SubnetStrategy):
     """Sends, receives and merges the shared part; the personal part of the global model keeps its initial values."""
 
-    options: PartSettings
     judged = False
 
     def setup(self) -> None:

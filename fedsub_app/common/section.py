@@ -18,10 +18,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core import CoreSchema, core_schema
 
 
-def _kebab(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")
-
-
 class Section(BaseModel):
     """A frozen, hashable set of settings; values keep their TOML type (no ``"3"`` for 3)."""
 
@@ -29,7 +25,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         extra="forbid",
-        alias_generator=_kebab,
+        alias_generator=lambda name: name.rstrip("_").replace("_", "-"),
         populate_by_name=True,
         defer_build=True,  # a command needs few of the sections
     )

@@ -97,7 +97,9 @@ class Classification(Task):
         return {"accuracy": float(100.0 * sums["correct"] / sums["count"]), "loss": _mean(sums)}
 
     def outputs(self, y: Tensor) -> int:
-        return _above(y)
+        if y.is_floating_point():
+            raise ValueError(f"y of {y.dtype}: must be integers")
+        return max(int(y.max()) if y.numel() else 0, 0) + 1
 
     def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
         if y.is_floating_point() or y.ndim != 1:
@@ -263,12 +265,6 @@ def mean_area(sums: Mapping[str, float | Tensor]) -> float:
     pairs = positive.sum(1) * negative.sum(1)
     areas = ((positive * below).sum(1) / pairs)[pairs > 0]
     return 100.0 * float(areas.mean()) if len(areas) else 50.0
-
-
-def _above(y: Tensor) -> int:
-    if y.is_floating_point():
-        raise ValueError(f"y of {y.dtype}: must be integers")
-    return max(int(y.max()) if y.numel() else 0, 0) + 1
 
 
 def _reduced(each: Tensor, reduction: Reduction) -> Tensor:

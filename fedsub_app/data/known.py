@@ -4,14 +4,13 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.late import Late
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
 from fedsub_app.data.arrays import Array, checked, read_idx, read_npy
@@ -20,6 +19,7 @@ from fedsub_app.data.files import HOLD_OUT, Split, hold_out, read_files
 from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
 from fedsub_app.data.settings import DataSettings
 
+torchvision_datasets = Late("torchvision.datasets")
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th image of a class is one"
 
 
@@ -87,7 +87,7 @@ def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> 
     options = {"split": split} if split else {}
 
     def download(root: str) -> object:
-        return _torchvision(kind_name)(root, download=True, **options)
+        return getattr(torchvision_datasets, kind_name)(root, download=True, **options)
 
     folder = _located(name, settings, f"{kind_name}/raw", "[.gz]", download, names)
     files = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in names]
@@ -98,7 +98,7 @@ def _idx(name: str, settings: DataSettings, kind_name: str, split: str = "") -> 
 
 
 def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
-    kind = _torchvision(kind_name)
+    kind = getattr(torchvision_datasets, kind_name)
     origin = f"/ (unpacked from {kind.url})"
     folder = _located(name, settings, kind.base_folder, origin, lambda root: kind(root, download=True))
     try:
@@ -171,7 +171,7 @@ def _published(
     downloads: bool = True,
 ) -> Source:
     """Let torchvision's class ``kind_name`` read the lists of a set, whose folder ``base`` has what ``holds`` names."""
-    kind = _torchvision(kind_name)
+    kind = getattr(torchvision_datasets, kind_name)
     origin = "" if downloads else "; torchvision cannot download it any more"
     download = (lambda root: kind(root, download=True)) if downloads else None
     root = _located(name, settings, base, origin, download, holds)
@@ -213,10 +213,6 @@ def _files(settings: DataSettings, folder: Path, train: Labelled, test: Labelled
     splits = (("train", train), ("test", test))
     listed = [((split, f"{label:04}", file.name), file) for split, samples in splits for file, label in samples]
     return Source(*read_files(settings, folder, [f"{label:04}" for label in range(num_classes)], listed), num_classes)
-
-
-def _torchvision(kind_name: str) -> Any:
-    return getattr(import_module("torchvision.datasets"), kind_name)
 
 
 def _located(

@@ -119,20 +119,16 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
 
 
 def matching(pattern: str, data: Path) -> list[Path]:
-    """Return the files of a table, here or in the data folder."""
+    """Return the files of a table, here or in the data folder: the one of this name, else those that match it."""
     root = Path(pattern).anchor
-    folders = (Path(root),) if root else (Path(), data)
-    return next((some for folder in folders if (some := _matching(folder, pattern.removeprefix(root)))), [])
-
-
-def _matching(folder: Path, pattern: str) -> list[Path]:
-    """Return the file of this name, which may have a [ or *, or else those that it stands for."""
-    if not pattern or (folder / pattern).is_file():
-        return [folder / pattern] if pattern else []
-    try:
-        return sorted(folder.glob(pattern))
-    except ValueError:  # a ** that is not a whole part of it
-        return []
+    name = pattern.removeprefix(root)
+    for folder in (Path(root),) if root else (Path(), data):
+        if (folder / name).is_file():  # its name may have a [ or *
+            return [folder / name]
+        with suppress(ValueError):  # no pattern, or a ** that is not a whole part of it
+            if files := sorted(folder.glob(name)):
+                return files
+    return []
 
 
 def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":

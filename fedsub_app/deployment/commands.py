@@ -39,7 +39,6 @@ def door(folder: Path) -> list[str]:
 
 
 def supernode(address: str, number: int, partitions: int, port: int, keys: Path | None) -> list[str]:
-    """Return the command of a SuperNode."""
     trust = ["--insecure"]
     if keys:
         trust = [f"--root-certificates={keys / 'ca.crt'}", f"--auth-supernode-private-key={keys / node(number)}"]

@@ -206,7 +206,6 @@ class Starting:
             self.wait("not all nodes are online", [name for name in federation.processes if name not in nodes])
 
     def start(self, name: str) -> None:
-        """Start one process."""
         owner = self.folder / name.removesuffix(SUPEREXEC)
         owner.mkdir(mode=0o700, exist_ok=True)
         process = self.federation.processes[name]

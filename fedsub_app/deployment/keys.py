@@ -83,7 +83,9 @@ def make_keys(
     if not (folder / "ca.crt").exists():
         if (signed := folder / "server.pem").exists():
             raise UserError(f"{folder / 'ca.crt'}: not there, but it signed {signed.name}; put it back or delete both")
-        write_pair(_authority(), "ca.key", "ca.crt")
+        uses = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(OTHER_USES, False))
+        authority = _issued(f"fedsub federation {secrets.token_hex(4)}", CA_DAYS, uses, authority=True)
+        write_pair(authority, "ca.key", "ca.crt")
     if not _serves(folder / "server.pem", names) or not (folder / "server.key").exists():
         write_pair(_server(folder, named[-1], names, days), "server.key", "server.pem")
     for owner in ["superlink", *(f"node-{number}" for number in range(nodes))]:
@@ -97,9 +99,11 @@ def make_keys(
             write(name, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         if new or not (folder / f"{name}.pub").exists():
             write(f"{name}.pub", _public(folder / name), private=False)
-    for name in (f"user-{user}" for user in users):
-        if not _serves(folder / f"{name}.pem"):
-            write_pair(_user(name.removeprefix("user-"), days), f"{name}.key", f"{name}.pem")
+    for user in users:
+        if not _serves(folder / f"user-{user}.pem"):
+            # Signed by the key itself: the door lists it, and forgets it when told to.
+            pair = _issued(user, days, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]))
+            write_pair(pair, f"user-{user}.key", f"user-{user}.pem")
     trusted = [folder / "ca.crt", *sorted(folder.glob("user-*.pem"))]
     listed = b"".join(path.read_bytes() for path in trusted)
     if _read(folder / "users.pem", bytes) != listed:
@@ -124,11 +128,6 @@ def _public(path: Path) -> bytes:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
 
 
-def _authority() -> Pair:
-    uses = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(OTHER_USES, False))
-    return _issued(f"fedsub federation {secrets.token_hex(4)}", CA_DAYS, uses, authority=True)
-
-
 def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: int) -> Pair:
     authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
@@ -136,11 +135,6 @@ def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: i
         raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
     use = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     return _issued(host[:64], days, use, names, by=(signer, authority.subject))
-
-
-def _user(user: str, days: int) -> Pair:
-    """Return a key and its certificate, which the key itself signs: the door lists it, and forgets it when told to."""
-    return _issued(user, days, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]))
 
 
 def _issued(

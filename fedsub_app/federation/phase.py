@@ -141,7 +141,6 @@ class Phase:
         return [client for _, clients in self.outbox.sent for client in clients]
 
     def clients_of_message(self, number: str) -> list[int]:
-        """Return the clients whose tasks were in a message."""
         return next((clients for metadata, clients in self.outbox.sent if metadata.message_id == number), [])
 
     def drop(self, clients: Collection[int], reason: str) -> None:

@@ -85,7 +85,6 @@ class Spec:
         return replace(self, shape=(math.prod(self.shape),), up_to=True, start=None)
 
     def of_shape(self, shape: Sequence[int]) -> "Spec":
-        """Return the same spec for another shape."""
         return replace(self, shape=tuple(shape), start=None)
 
     def check(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:

@@ -50,7 +50,6 @@ def to_tensors(arrays: ArrayRecord) -> Tensors:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Return named tensors as Flower's record."""
     return ArrayRecord({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
@@ -223,7 +222,6 @@ def wire_bytes(content: RecordDict) -> int:
 
 
 def update_part(update: Update) -> tuple[Json, Tensors]:
-    """Return an update as the part of a message."""
     config: Json = {"client": update.client, "metrics": update.metrics}
     config |= {"num-examples": update.num_examples, "state": update.state}
     config |= {"error": update.error} if update.error else {}
@@ -242,9 +240,7 @@ def read_update(
     if config.get("error"):
         kind = next((failure for key, failure in FAILURES.items() if config.get(key) is True), BadReply)
         raise kind(f"client failed: {config['error']}")
-    missing = [name for name in expected.keys() - part.rows.keys() if not expected[name].optional]
-    if missing:
-        missing = [name for name in expected if name in missing]
+    if missing := [name for name, spec in expected.items() if name not in part.rows and not spec.optional]:
         raise BadReply(f"tensor {missing[0]!r} is missing" + (f" (and {len(missing) - 1} more)" * (len(missing) > 1)))
     for name, (stack, number) in part.rows.items():
         spec = expected.get(name)
@@ -273,7 +269,6 @@ def _read_metrics(values: object, allowed: Mapping[str, Range]) -> dict[str, flo
         if name not in allowed:
             raise BadReply(f"metric {printable(name, 80)!r} was not asked for")
         allowed[name].check(name, value)
-    missing = sorted(name for name in allowed.keys() - values.keys() if allowed[name].needed)
-    if missing:
+    if missing := sorted(name for name in allowed.keys() - values.keys() if allowed[name].needed):
         raise BadReply(f"metric {missing[0]!r} is missing")
     return values

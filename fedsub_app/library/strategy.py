@@ -43,15 +43,12 @@ class TensorsAlone(nn.Module):
         self.known = dict(tensors)
 
     def named_parameters(self, *_: Any, **__: Any) -> Any:
-        """Yield the tensors that are no running statistics."""
         yield from ((name, nn.Parameter(t)) for name, t in self.known.items() if not _running(name))
 
     def named_buffers(self, *_: Any, **__: Any) -> Any:
-        """Yield the running statistics."""
         yield from ((name, tensor) for name, tensor in self.known.items() if _running(name))
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Return all tensors."""
         return self.known
 
     def modules(self, *_: Any, **__: Any) -> Any:

@@ -60,7 +60,6 @@ def _forget() -> None:
 
 
 def register_installed() -> None:
-    """Register the methods of all installed packages."""
     for name in sorted(installed().names):
         check({"method": name})
 
@@ -166,15 +165,6 @@ def _check_values(values: Mapping[str, Value]) -> None:
             raise UserError(f"{key} = {shown(value)}: must be printable text")
 
 
-def _one_line(error: ValidationError, prefix: str = "") -> str:
-    first = error.errors()[0]
-    key = f"{prefix}{'.'.join(map(str, first['loc']))}"
-    if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all of it
-        reason = str(first["ctx"]["error"])
-        return f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason
-    return f"{key} = {shown(first['input'])}: {wanted(first['msg'])}"
-
-
 def base_keys(experiment: str, method: str) -> dict[str, Value]:
     """Return the keys of a method before single keys are set: defaults, experiment, presets."""
     check_method(method, METHODS)
@@ -237,4 +227,9 @@ def _validated(section: type[AnySection], values: Mapping[str, Any], prefix: str
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise UserError(_one_line(error, prefix)) from None
+        first = error.errors()[0]
+        key = f"{prefix}{'.'.join(map(str, first['loc']))}"
+        if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all
+            reason = str(first["ctx"]["error"])
+            raise UserError(f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason) from None
+        raise UserError(f"{key} = {shown(first['input'])}: {wanted(first['msg'])}") from None

@@ -1,6 +1,5 @@
 """The printed lines of a run: its first line, a line a round, a table at the end."""
 
-import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +9,7 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Dataset
+from fedsub_app.runs.recorded import resume_command
 from fedsub_app.settings import Settings
 from strategies.base import SubnetStrategy
 
@@ -86,9 +86,7 @@ def summary_table(summary: Json, score: Score) -> str:
     bad = f", {summary['abandoned-rounds']} abandoned, {summary['dropped-replies']} replies dropped"
     rows.append(("rounds", f"{summary['rounds']}{bad}"))
     if limit := summary.get("ended-by"):
-        more = (
-            f"`fedsub run --resume {shlex.quote(summary['run-dir'])} {limit}=…` goes on with another limit, 0 with none"
-        )
+        more = f"`{resume_command(Path(summary['run-dir']))} {limit}=…` goes on with another limit, 0 with none"
         rows.append(("ended by", f"{limit}; {more}"))
     for direction in ("down", "up"):
         sent, formula = summary[f"total-bytes-{direction}"], summary[f"total-formula-bytes-{direction}"]
@@ -99,8 +97,7 @@ def summary_table(summary: Json, score: Score) -> str:
     clock = f", {summary['total-device-seconds']:.4g} s by the devices' clock" if timed else ""
     clock += f", {summary['total-joules']:.4g} J" if "total-joules" in summary else ""
     rows.append(("time", f"{human_seconds(summary['total-seconds'])} in rounds{clock}"))
-    folder = Path(summary["run-dir"])
-    rows += [("results", str(folder)), ("learning curve", str(folder / "curve.png"))]
+    rows += [("results", summary["run-dir"]), ("learning curve", f"{summary['run-dir']}/curve.png")]
     for key, of in summary.get("served", {}).items():
         rows.append((f"{kind_of(key)} by", ", ".join(f"{name} {score.text(value)}" for name, value in of.items())))
     width = max(len(name) for name, _ in rows)

@@ -40,10 +40,7 @@ class Contribution(NamedTuple):
 
 
 class Mean(Protocol):
-    """A mean of contributions that come one after the other: :class:`MaskedMean`, and others in its place."""
-
-    def add(self, updates: Sequence[Contribution]) -> None:
-        """Add the clients' contributions, in order; ValueError for one that does not fit the old model."""
+    """The mean of a round's contributions: :class:`MaskedMean`, and others in its place."""
 
     def result(self, server_lr: float = 1.0) -> Tensors:
         """Return the new model, float32; ``server_lr``: step from the old model (0) to the mean (1). Call it once."""
@@ -87,7 +84,7 @@ class MaskedMean:
 
     @torch.no_grad()
     def add(self, updates: Sequence[Contribution]) -> None:
-        """Add the clients' contributions, in the order of the sum."""
+        """Add contributions, in the order of the sum; ValueError for one that does not fit the old model."""
         for update in updates:
             check(self._old, update)
         if self._unit is None and updates:

@@ -29,7 +29,6 @@ class Size(NamedTuple):
     peak: float
 
     def __mul__(self, factor: float) -> "Size":  # type: ignore[override]
-        """Return both sizes times a factor."""
         return Size(self.rms * factor, self.peak * factor)
 
 

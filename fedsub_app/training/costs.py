@@ -32,7 +32,6 @@ class _Counter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
         output = func(*args, **(kwargs or {}))
         if formula := flop_registry.get(func._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=output)

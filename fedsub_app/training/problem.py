@@ -52,7 +52,6 @@ class Problem:
 
     @staticmethod
     def of(settings: Settings) -> "Problem":
-        """Return the problem that the settings name."""
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
         network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
