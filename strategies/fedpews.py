@@ -71,8 +71,7 @@ class FedPeWS(SubnetStrategy):
             shares = self.options.share_list(settings.num_clients)
             if self.devices and not self.options.shares:
                 self.narrows = self.options.warmup_rounds >= settings.num_rounds
-                widths = [self.held_width(client) for client in range(settings.num_clients)]
-                shares = widths
+                shares = [self.held_width(client) for client in range(settings.num_clients)]
             shares = [share * there for share, there in zip(shares, takes_part(settings), strict=True)]
             shares = [share / sum(shares) for share in shares]  # the others' units would never be trained
             fixed = fixed_masks(self.units, shares)

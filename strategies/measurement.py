@@ -14,9 +14,8 @@ from fedsub_app.subnets.averaging import Mean
 from strategies import rounds
 from strategies.hooks import Hooks, Merged
 
-BYTES = ("bytes-down", "formula-bytes-down", "bytes-up", "formula-bytes-up")
-SUMMED = (*rounds.COSTS, *BYTES, "merge-seconds", "device-seconds", "joules")
 BUDGETED = ("flops", "formula-bytes-down", "formula-bytes-up", "device-seconds")  # that budgets count
+SUMMED = (*rounds.COSTS, *BUDGETED, "bytes-down", "bytes-up", "merge-seconds", "joules")
 
 
 class Measurement(Hooks):
@@ -63,8 +62,7 @@ class Measurement(Hooks):
         phase = rounds.ask(self, MEASURE, clients, server_round, arrays, config, grid)
         measured, _ = rounds.merge_answers(self, server_round, self.federation.exchange(grid, phase))
         report |= {key: report.get(key, 0) + value for key, value in phase.report.items() if key in SUMMED}
-        alone = {key: value for key, value in phase.report.items() if key not in SUMMED or key in BUDGETED}
-        report["measurement"] = alone
+        report["measurement"] = {k: value for k, value in phase.report.items() if k not in SUMMED or k in BUDGETED}
         if measured is None:
             return arrays
         method.current = self.current

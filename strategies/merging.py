@@ -38,11 +38,9 @@ class FirstValid:
     those whose replies come first by their clock (``arrivals``: client -> seconds).
     """
 
-    def __init__(
-        self, draw: Sequence[int], wanted: int, guard: MakeGuard, arrivals: Mapping[int, float] | None = None
-    ) -> None:
+    def __init__(self, draw: Sequence[int], wanted: int, guard: MakeGuard, arrivals: Mapping[int, float] = {}) -> None:
         self._drawn = {client: place for place, client in enumerate(draw)}
-        self._wanted, self._guard, self._arrivals = wanted, guard, {} if arrivals is None else arrivals
+        self._wanted, self._guard, self._arrivals = wanted, guard, arrivals
         self._received: dict[int, Valid] = {}
 
     def add(self, item: Valid, norms: Mapping[str, float]) -> list[tuple[Valid, str]]:

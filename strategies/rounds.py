@@ -4,6 +4,7 @@ They are functions of a strategy, whose hooks (``base.py``) they call; no method
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from fedsub_app.federation.phase import Dropped, Phase
 from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.secure.server import Unopened
-from fedsub_app.subnets.norms import NormGuard, norm
+from fedsub_app.subnets.norms import FIRST, NormGuard, norm
 from fedsub_app.subnets.privacy import epsilon, require_accountant
 from strategies.blocks import block_means, blocks
 from strategies.bounding import MAX_NORM, Bounds, reach
@@ -84,11 +85,9 @@ def merge_answers(
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
     # With privacy the answer of one client must not decide whether another one's counts, unless it has its noise.
     limit = math.inf if settings.server_noise else settings.max_update_norm
-    guard = partial(NormGuard[Valid], limit, norm(strategy.current.values()))
-    bounds = None
-    if strategy.robust:
-        guard = partial(NormGuard[Valid], min(limit, MAX_NORM), norm(strategy.current.values()), math.inf)
-        bounds = Bounds(strategy, reach(strategy, phase.report["clients"]))
+    bounds = Bounds(strategy, reach(strategy, phase.report["clients"])) if strategy.robust else None
+    factor, first = (min(limit, MAX_NORM), math.inf) if bounds else (limit, FIRST)
+    guard = partial(NormGuard[Valid], factor, norm(strategy.current.values()), first)
     spares = settings.spares if phase.outbox.header["phase"] == MessageType.TRAIN else 0
     clock = Clock(strategy, strategy.devices) if strategy.devices else None
     arrivals = clock.arrivals if clock else {}
@@ -213,11 +212,9 @@ def _privacy(strategy: Hooks) -> Json:
     settings = strategy.settings
     if not settings.dp_noise_multiplier:
         return {}
-    asked = [0] * settings.num_clients
-    for number in range(1, strategy.round + 1):
-        for client in strategy.federation.sample(number):
-            asked[client] += 1
-    return {"epsilon": epsilon(settings.dp_noise_multiplier, max(asked), settings.dp_delta), "delta": settings.dp_delta}
+    asked = Counter(client for number in range(1, strategy.round + 1) for client in strategy.federation.sample(number))
+    most = max(asked.values(), default=0)
+    return {"epsilon": epsilon(settings.dp_noise_multiplier, most, settings.dp_delta), "delta": settings.dp_delta}
 
 
 def lost_states(strategy: Hooks, key: str, updates: Sequence[Update]) -> Json:

@@ -23,7 +23,7 @@ from fedsub_app.data.partition import whole_set
 from fedsub_app.models import Network, head_names, layer_groups, other_base, ties
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.node import Places, Source, settings_from
+from fedsub_app.runs.node import Places, settings_from
 from fedsub_app.settings import Settings
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.problem import Model, Problem, built, with_named_head
@@ -69,8 +69,45 @@ def client_app(
         why = "an array of fedsub's messages holds tensors of several clients; dp-noise-by = 'clients' adds local noise"
         raise UserError(f"mods = [{names}]: {why}")
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
-    of_run = partial(task_for, task=task, loss=loss, metrics=metrics)
-    return NodeApp(own(model, data, of_run, collate, optimizer, head), module)
+    networks: dict[Settings, Network] = {}
+
+    @lru_cache(maxsize=CLIENTS)
+    def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
+        samples = _loaded(data, node.context, client, settings)
+        used = task_for(settings, task, loss, metrics)
+        problem = Problem.own(model, samples, settings, used, bool(node.in_shape), collate)
+        problem.check_start()
+        if node.in_shape and node.in_shape != (came := problem.data.in_shape):
+            raise UserError(
+                f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {shape_shown(came)}"
+            )
+        device = pick_device(settings.device, settings.gpu_exact)
+        if settings not in networks:
+            network = Network(problem.network().to(device))
+            if (tied := ties(network.module)) and (known := tied.keys() & node.initial().keys()):
+                what = f"{min(known)!r} is tied to {tied[min(known)]!r}"
+                raise UserError(f"model = {problem.name!r}: {what}; give model= to the strategy")
+            networks.clear()
+            networks[settings] = network
+        if node.as_defined and not isinstance(problem.data.in_shape, Form):  # in_shape= tells no tokens
+            _check_order(problem, settings, model)
+        partition = whole_set(problem.data, settings.partitioning, client)
+        how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
+        place = Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
+        if place.base != node.base:
+            raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
+        return place
+
+    def source(text: str, header: Json, context: Context) -> Places:
+        settings, node = settings_from(text, ""), _Node.of(header, context)
+        if head and settings.head not in ("", head):
+            raise UserError(f"head = {head!r} of client_app: the strategy's is {settings.head!r}")
+        if optimizer:
+            _check_optimizer(settings)
+        settings = settings.model_copy(update={"head": head or settings.head})
+        return lambda client: loaded(settings, client, node)
+
+    return NodeApp(source, module)
 
 
 def private_data(context: Context) -> object:
@@ -119,55 +156,6 @@ def with_metrics(task: Task, means: Metrics) -> Task:
     changed = copy.copy(task)
     changed.__dict__ |= {"sums": sums, "metrics": metrics}
     return changed
-
-
-def own(
-    model: Model,
-    data: Load,
-    of_run: Callable[[Settings], Task],
-    collate: Collate | None,
-    optimizer: MakeOptimizer | None,
-    head: str,
-) -> Source:
-    """Return the source of a node whose clients' data ``data`` loads."""
-    networks: dict[Settings, Network] = {}
-
-    @lru_cache(maxsize=CLIENTS)
-    def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
-        samples = _loaded(data, node.context, client, settings)
-        problem = Problem.own(model, samples, settings, of_run(settings), bool(node.in_shape), collate)
-        problem.check_start()
-        if node.in_shape and node.in_shape != (came := problem.data.in_shape):
-            raise UserError(
-                f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {shape_shown(came)}"
-            )
-        device = pick_device(settings.device, settings.gpu_exact)
-        if settings not in networks:
-            network = Network(problem.network().to(device))
-            if (tied := ties(network.module)) and (known := tied.keys() & node.initial().keys()):
-                what = f"{min(known)!r} is tied to {tied[min(known)]!r}"
-                raise UserError(f"model = {problem.name!r}: {what}; give model= to the strategy")
-            networks.clear()
-            networks[settings] = network
-        if node.as_defined and not isinstance(problem.data.in_shape, Form):  # in_shape= tells no tokens
-            _check_order(problem, settings, model)
-        partition = whole_set(problem.data, settings.partitioning, client)
-        how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
-        place = Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
-        if place.base != node.base:
-            raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
-        return place
-
-    def source(text: str, header: Json, context: Context) -> Places:
-        settings, node = settings_from(text, ""), _Node.of(header, context)
-        if head and settings.head not in ("", head):
-            raise UserError(f"head = {head!r} of client_app: the strategy's is {settings.head!r}")
-        if optimizer:
-            _check_optimizer(settings)
-        settings = settings.model_copy(update={"head": head or settings.head})
-        return lambda client: loaded(settings, client, node)
-
-    return source
 
 
 def _check_order(problem: Problem, settings: Settings, model: Model) -> None:

@@ -60,10 +60,6 @@ class TensorsAlone(nn.Module):
         raise UserError("model = None: the method needs the network's layers, which arrays do not tell; give model=")
 
 
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)
-
-
 def _running(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
@@ -176,8 +172,9 @@ class LibraryStrategy(Strategy):
         for name, first in self._tied.items():
             if name in initial and first in initial and not torch.equal(initial.pop(name), initial[first]):
                 raise UserError(f"initial_arrays: {name!r} is not {first!r}, to which {type(network).__name__} ties it")
-        if wrong := [n for n in [*own, *initial] if _shape(own.get(n)) != _shape(initial.get(n))]:
-            said = f"{_shape(initial.get(wrong[0]))}, in model = {type(network).__name__} {_shape(own.get(wrong[0]))}"
+        sent, made = ({name: tuple(tensor.shape) for name, tensor in of.items()} for of in (initial, own))
+        if wrong := [name for name in [*own, *initial] if made.get(name) != sent.get(name)]:
+            said = f"{sent.get(wrong[0])}, in model = {type(network).__name__} {made.get(wrong[0])}"
             raise UserError(f"initial_arrays: {wrong[0]!r} has shape {said}")
         with torch.no_grad():
             for name, tensor in own.items():
