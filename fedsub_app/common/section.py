@@ -91,12 +91,8 @@ class Listed:
             except ValueError:  # pydantic's own error, which names one element only, is one as well
                 raise ValueError(self.allowed) from None
 
-        return core_schema.no_info_wrap_validator_function(
-            parse, handler(source), serialization=core_schema.plain_serializer_function_ser_schema(self.text)
-        )
-
-    def text(self, elements: tuple[Any, ...]) -> str:
-        return ", ".join(map(self.write, elements))
+        text = core_schema.plain_serializer_function_ser_schema(lambda elements: ", ".join(map(self.write, elements)))
+        return core_schema.no_info_wrap_validator_function(parse, handler(source), serialization=text)
 
 
 Value = str | int | float | bool  # of a key, in TOML

@@ -88,9 +88,8 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     pids = {name: federation.processes[name].pid for name in before}
     wanted = _commands(folder, federation, keys).items()
     federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
-    starting = Starting(folder, federation, report)
     try:
-        starting.all()
+        Starting(folder, federation, report).all()
     except BaseException:
         stop({name: process for name, process in federation.processes.items() if name not in before})
         raise
@@ -183,7 +182,11 @@ class Starting:
             self.start(SUPERLINK)
             while not answers(federation.port):
                 self.wait(f"the SuperLink does not answer on port {federation.port}", list(federation.processes))
-        config = flower.connect(federation.name, _connection(self.folder, federation))
+        trust: dict[str, Value] = {"insecure": True}
+        if not federation.insecure:
+            trust = {"root-certificates": str(self.folder / "keys" / "ca.crt")}
+        address = f"{commands.LOOPBACK}:{federation.port}"
+        config = flower.connect(federation.name, {"address": address, **trust, flower.FOLDER_KEY: str(self.folder)})
         self.report(f"{config}: connection {federation.name}")
         for number in range(federation.nodes):
             if not federation.insecure and number not in federation.registered:
@@ -208,8 +211,11 @@ class Starting:
     def start(self, name: str) -> None:
         owner = self.folder / name.removesuffix(SUPEREXEC)
         owner.mkdir(mode=0o700, exist_ok=True)
+        folders = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
+        if self.federation.data_dir:
+            folders["FEDSUB_DATA"] = self.federation.data_dir
         process = self.federation.processes[name]
-        pid = start(process.command, self.log(name), _variables(owner, self.federation.data_dir))
+        pid = start(process.command, self.log(name), flower.full_environment() | folders)
         self.federation.processes[name] = replace(process, pid=pid)
         self.save()
         self.report(f"{name}: started")
@@ -235,22 +241,6 @@ def last_error(log: Path) -> str:
     """Return the last line of a log with an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:] if line.strip()]
     return printable(([line for line in lines if "error" in line.lower()] or lines or [""])[-1])
-
-
-def _variables(owner: Path, data_dir: str) -> dict[str, str]:
-    """Return the environment of a process whose folder this is."""
-    folders = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
-    eager = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # seconds; Flower's default is 1
-    return eager | flower.full_environment() | folders | ({"FEDSUB_DATA": data_dir} if data_dir else {})
-
-
-def _connection(folder: Path, federation: Federation) -> "dict[str, Value]":
-    """Return the connection to a federation, for Flower's config.toml."""
-    address = f"{commands.LOOPBACK}:{federation.port}"
-    trust: dict[str, Value] = {"root-certificates": str(folder / "keys" / "ca.crt")}
-    if federation.insecure:
-        trust = {"insecure": True}
-    return {"address": address, **trust, flower.FOLDER_KEY: str(folder)}
 
 
 def nodes_online(connection: str) -> dict[str, str]:

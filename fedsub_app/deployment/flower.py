@@ -224,9 +224,7 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         if settings.start_from:
             overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
         # Named here, so that what goes on with the run can be said however it ends.
-        overrides["run-dir"] = str(
-            Path(settings.run_dir).expanduser().resolve() if settings.run_dir else new_folder(settings)
-        )
+        overrides["run-dir"] = str(Path(settings.run_dir or new_folder(settings)).expanduser().resolve())
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
         overrides |= local_paths(settings)
     # Strings, numbers and booleans are written alike in TOML and JSON.
@@ -282,9 +280,8 @@ def bundle(settings: "Settings") -> Iterator[Path]:
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, Path(folder) / name)
         if settings.method not in BUILT_IN:  # Flower refuses keys that are not there
-            lines = [
-                f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings.options.toml().items()
-            ]
+            options = settings.options.toml()
+            lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in options.items()]
             with (Path(folder) / "pyproject.toml").open("a") as file:
                 file.write("\n".join(["", f"[{TABLE}.{settings.section}]", *lines, ""]))
         for key, text in own.items():

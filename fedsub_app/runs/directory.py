@@ -172,7 +172,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
     :class:`UserError`: the directory exists and is not empty, or cannot be made. With ``resume``: the directory has no
     run, or its run was computed on another kind of device and the settings do not name this one.
     """
-    folder = Path(settings.run_dir).expanduser().resolve() if settings.run_dir else new_folder(settings)
+    folder = Path(settings.run_dir or new_folder(settings)).expanduser().resolve()
     if settings.resume:
         recorded = read_recorded(folder)
         before, now = recorded.get("device", {}).get("type", device.type), device.type
