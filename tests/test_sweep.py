@@ -249,6 +249,7 @@ def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(batch.VISIBLE, "GPU-a,GPU-b")
     monkeypatch.setattr(batch, "parent_process", lambda: True)  # this process has none, and is not to end with it
     monkeypatch.setattr(batch, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(batch.signal, "signal", lambda *_: None)  # this process and its children hear Ctrl-C
     seen = []
     for _ in range(2):
         batch._begin(turns)
