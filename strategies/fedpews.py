@@ -66,13 +66,14 @@ class FedPeWS(SubnetStrategy):
         # Every client's last mask, or its probabilities, [N, h]; with secure-aggregation each row is, from the first
         # round on, the mean over the last round's clients.
         self.theta = torch.stack(starts).sigmoid()
+        self.part = torch.tensor(takes_part(settings))  # bool [N]: the others never draw a mask
         self.fixed = torch.empty(0)  # every client's fixed mask, bool [N, h]
         if self.options.masks == "fixed" and self.options.warmup_rounds:
             shares = self.options.share_list(settings.num_clients)
             if self.devices and not self.options.shares:
                 self.narrows = self.options.warmup_rounds >= settings.num_rounds
                 shares = [self.held_width(client) for client in range(settings.num_clients)]
-            shares = [share * there for share, there in zip(shares, takes_part(settings), strict=True)]
+            shares = [share * there for share, there in zip(shares, self.part.tolist(), strict=True)]
             shares = [share / sum(shares) for share in shares]  # the others' units would never be trained
             fixed = fixed_masks(self.units, shares)
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
@@ -91,12 +92,11 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             covered = self.values_at(self.positions(self.fixed[client]))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
-        part = torch.tensor(takes_part(self.settings))  # the others never draw a mask
-        theta = self.theta * part[:, None]
+        theta = self.theta * self.part[:, None]
         if self.options.others == "highest":
             others = theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
         else:
-            others = (theta.sum(0) - theta[client]) / max(1, int(part.sum()) - 1)
+            others = (theta.sum(0) - theta[client]) / max(1, int(self.part.sum()) - 1)
         last = self.state_rounds == self.state_rounds.max().clamp(min=1)
         counted = {"counted": int(last.sum())} if self.settings.secure_aggregation and last[client] else {}
         return Task(client, self.current | {"theta": others}, {"warm-up": True, **counted})
