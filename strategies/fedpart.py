@@ -27,8 +27,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors, chosen, unprefixed
+from fedsub_app.federation.nodes import takes_part
 from fedsub_app.models import layer_groups, trainable
 from fedsub_app.subnets.averaging import masked_mean
 from fedsub_app.subnets.norms import norm
@@ -55,6 +57,19 @@ class FedPart(SubnetStrategy):
         # Round in which each group that a client has was merged; 0: the initial group, or its own training of it.
         self.has = torch.zeros(self.settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}  # merged, with step counts ``steps/<name>``, of the tensors trained so far
+        if self.devices:
+            self._check_held()
+
+    def _check_held(self) -> None:
+        """Refuse devices of which none can hold what some round trains."""
+        clients = [client for client, there in enumerate(takes_part(self.settings)) if there]
+        cycle = self.options.full_rounds + len(self.groups) * self.options.rounds_per_group
+        for number in range(1, min(cycle, self.settings.num_rounds) + 1):
+            self.round = number
+            if not any(map(self.fits, clients)):
+                what = "the whole network" if self.group is None else f"layer group {self.group}"
+                raise UserError(f"devices: no class can hold {what}, which round {number} trains")
+        self.round = 0
 
     @property
     def group(self) -> int | None:

@@ -394,6 +394,14 @@ def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: 
     assert " by the formula, 2 clients" in plan(strategy.settings)
 
 
+@pytest.mark.parametrize(("full", "what"), [(1, "the whole network"), (0, "layer group 0")])
+def test_fedpart_refuses_devices_of_which_none_holds_what_a_round_trains(full: int, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text('[[class]]\nname = "small"\nshare = 1\nwidth = 0.05\n')
+    with pytest.raises(UserError, match=f"devices: no class can hold {what}, which round 1 trains"):
+        made(str(path), method="fedpart", **{"fedpart.full-rounds": full})
+
+
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
 def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
     strategy = made(two, method=method)
