@@ -1,4 +1,4 @@
-"""What fedsub is compared with: the same training as a plain torch loop, in one process and in an ideal pool of two."""
+"""The baselines of the bench: the same training as a plain torch loop, in one process and in an ideal pool of two."""
 
 import time
 from collections.abc import Callable, Sequence

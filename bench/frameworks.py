@@ -1,6 +1,6 @@
 """FedAvg as others have it: BlazeFL 2.0.3, fluke 0.8.1, pfl 0.6.0, FL-bench and Flower 1.41; for ``bench/peers.py``.
 
-What they do besides: BlazeFL and FL-bench draw batches by torch's DataLoader; pfl takes them in the data's order, cut
+The rest differs: BlazeFL and FL-bench draw batches by torch's DataLoader; pfl takes them in the data's order, cut
 once; fluke copies the shuffled data in every epoch and a model for every message; Flower has a node and two messages a
 client.
 """

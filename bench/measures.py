@@ -36,7 +36,7 @@ MANY_CLIENTS = 1000
 TESTED = 10_000
 UPDATES = 10
 DATASET = "random-images"
-# What a short run needs to show all phases of a method, and the variants that send different things.
+# Settings with which a short run shows all phases of a method, and its variants that send different things.
 VARIANTS: dict[str, list[dict[str, Value]]] = {
     "fedpews": [{"fedpews.masks": masks, "fedpews.warmup-rounds": 2} for masks in ("learned", "fixed")],
     "fedpart": [

@@ -2,7 +2,7 @@
 
 Two rounds of two clients with 20 of scikit-learn's digits each, as 32 x 32 images, for each network and method. A
 method *runs* where no client was dropped, no round abandoned, and the training loss is finite and lower in the second
-round than in the first, with 2 local epochs or, if not, with 8 or 40. What has run by ``--out`` is not run again.
+round than in the first, with 2 local epochs or, if not, with 8 or 40. A pair that runs by ``--out`` is left out.
 """
 
 import argparse

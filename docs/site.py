@@ -76,7 +76,7 @@ FAMILIES = {
     ),
     "One global model": "fedavg fedprox moon scaffold fednova fedadam fedyogi fedadagrad",
 }
-# Which page of results/ a method's figures are on; the baselines stand beside the paper that compares with them.
+# Page of results/ -> methods whose figures it has; the baselines stand beside the paper that compares with them.
 RESULTS = {
     "fedpews": "fedavg fedprox fedpews",
     "fedselect": "fedselect fedavg-ft ditto fedpac fedper fedrep fedbabu lg-fedavg local fedavg",

@@ -254,7 +254,7 @@ class Settings(
 
     @property
     def section(self) -> str:
-        """What stands before the method's own keys."""
+        """The word before the method's own keys."""
         return section_of(self.method)
 
     @property

@@ -11,8 +11,8 @@ Checked against the authors' code (https://github.com/bibikar/feddst: dst.py, mo
 the paper, and points that they leave open:
 - the densities of the layers are those of the Erdős–Rényi kernel as published by its authors (RigL); FedDST's code has
   another formula, and begins with the largest initial weights in the place of random ones.
-- clients adjust after their last epoch (the code's default; the paper has epochs after the adjustment as well). What
-  they grow is 0 when the server chooses: the most voted positions, of equally many votes random ones (ours).
+- clients adjust after their last epoch (the code's default; the paper has epochs after the adjustment as well).
+  Grown weights are 0 when the server chooses: the most voted positions, of equally many votes random ones (ours).
 - weights grow at pruned positions (paper); the code may choose a position that is kept, and sets it to 0. The gradient
   is that of one mini-batch drawn for it; the code takes the last one of the training.
 - a layer exchanges no more weights than it has pruned ones, so that a dense layer keeps its weights (ours).

@@ -26,7 +26,7 @@ class Measurement(Hooks):
     """
 
     def __init__(self, method: Hooks) -> None:
-        # What is measured is no change of the model: clipped it would be another number.
+        # A measured statistic is no change of the model: clipped it would be another number.
         super().__init__(method.settings.model_copy(update={"clip_norm": 0.0}), method.model)
         self.method, self.current, self.config = method, method.current, ConfigRecord()
 

@@ -336,7 +336,7 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
             beyond.append([method, setting, table, str(final), *costs])
     parts = [
         *(MADE, f"# {paper['title']}", "## Summary", paper["summary"].strip()),
-        f"Of {len(claims)} claims: {counts_of(claims)}. [The rule](README.md#the-rule) stands above all "
+        f"{len(claims)} claims: {counts_of(claims)}. [The rule](README.md#the-rule) stands above all "
         "claims; earlier runs and readings are [history](history.md).",
         *("## Scope", markdown(CLAIM_HEADER, [claim.cells for claim in claims])),
         "\n".join(f"- *{word}*: {paper['scope'][word]}" for word in ("covered", "reduced", "missing", "impossible")),

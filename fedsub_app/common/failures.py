@@ -6,7 +6,7 @@ import torch
 
 from fedsub_app.common.errors import one_line
 
-# What torch's errors say that have no class of their own: of the CPU's allocator, of CUDA and of cuBLAS.
+# Texts of torch's errors that have no class of their own: of the CPU's allocator, of CUDA and of cuBLAS.
 USED_UP = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 

@@ -40,7 +40,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
 def _state(dataset: str, data: Path) -> str:
     """Return what changes with a user's own files: a notebook may load a data set again that was changed meanwhile.
 
-    Of a folder of images it is the times at which images came into its folders or were deleted.
+    For a folder of images it is the times at which images came into its folders or were deleted.
     """
     kind, _, pattern = dataset.partition(":")
     if kind in READERS:

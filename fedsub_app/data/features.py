@@ -11,7 +11,7 @@ cut out, resized and flipped at random, once: a sample has the same features in 
 
 Features are kept in the cache folder by the content of the weights' files and by the images: pixels in memory, else the
 files' names, sizes and times of change. A file is written after each ``GROUP`` images, so that a killed extraction goes
-on where it was. Of several processes one extracts, and the others wait; it does so on a GPU if there is one.
+on where it was. One of several processes extracts, on a GPU if there is one, and the others wait.
 """
 
 import hashlib

@@ -135,7 +135,7 @@ def read_files(
 def list_images(path: Path) -> list[Listed]:
     """Return the images of a folder, ``{train,test}/<class>/`` or ``<class>/``, in the order of their paths.
 
-    Of the latter form every sixth image of a class is a test image (of Mini-ImageNet's 600 a class, 100).
+    In the latter form every sixth image of a class is a test image (100 of Mini-ImageNet's 600 a class).
     """
     split = folder_form(path) == "split"
     files = sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())

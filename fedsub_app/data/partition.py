@@ -1,4 +1,4 @@
-"""Which client holds which samples.
+"""The partition of the samples over the clients.
 
 flwr-datasets' partitioners make ``dirichlet`` and ``flwr:NAME`` (:func:`by_flwr`). The others are a few lines of torch
 here, because the package datasets, on which it works, takes a second to import: ``iid`` gives the same sizes as its
@@ -187,7 +187,7 @@ def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Return whole sources, the largest first, each to the client with the fewest samples so far.
 
-    Of a multiple of the sources, each source's samples are dealt over equally many clients, in the order of the names.
+    With a multiple of the sources, each source's samples go to equally many clients, in the order of the names.
     """
     groups = [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
     groups = [group for group in groups if len(group)]

@@ -157,7 +157,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """What tells these samples from others: their number, form and integer y; floats differ between processors."""
+        """Digest of the samples' number, form and integer y; floats differ between processors and are left out."""
         parts = (self.train_y, self.test_y)
         content = [f"{self.in_shape} {[tuple(y.shape) for y in parts]}".encode()]
         content += [y.cpu().numpy().tobytes() for y in parts if not y.is_floating_point()]

@@ -201,7 +201,7 @@ class Starting:
         nodes = [commands.node(number) for number in range(federation.nodes)]
         new = len(set(begun) & set(nodes))
         while len(now := nodes_online(federation.name)) < len(nodes) or len(now.items() - before) < new:
-            # Of a node that was killed Flower refuses the key until two heartbeats are missing.
+            # Flower refuses the key of a node that was killed until two heartbeats are missing.
             alive = running(federation.processes)
             for name in nodes:
                 if name not in alive:

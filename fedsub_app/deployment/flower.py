@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # pydantic takes its time
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
 LOCAL = ":local:"  # address of the SuperLink that Flower starts and keeps on this machine
-# Of a connection to it, all that we write. Flower 1.41 warns of options in a run that is typed by hand; without them it
-# would have two nodes of two cores each, whatever the machine.
+# We write this option alone into a connection. Flower 1.41 warns of options in a run that is typed by hand; without it
+# Flower would have two nodes of two cores each, whatever the machine.
 NODES = "options.num-supernodes"
 CPUS, GPUS, ALL_CPUS = (
     f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
@@ -111,7 +111,7 @@ def setup(cluster: int | None = None) -> list[str]:
         table = flatten(known.get(name, {}), deep=True)
         given = table | ({NODES: cluster} if cluster and name == CLUSTER else {})
         nodes = given.get(NODES)
-        # What stands there already may be its user's choice, and stays.
+        # An entry that stands there already may be its user's choice, and stays.
         connection = _simulation(nodes if isinstance(nodes, int) else cores(), gpus, name == CLUSTER) | given
         if connection != table and connection["address"] == LOCAL:
             config = connect(name, connection)

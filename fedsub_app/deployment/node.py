@@ -25,7 +25,7 @@ from fedsub_app.deployment import commands, flower, processes
 
 UNIT = Path("/etc/systemd/system/fedsub-node.service")
 CONNECT_S = 10.0
-# What Flower means by the codes with which a SuperNode ends; each is a line of its log.
+# Reasons of the codes with which a SuperNode ends, by Flower; each is a line of its log.
 REASONS = {
     302: "--key: not the private key of a node",
     305: "the SuperLink refuses the key: `flwr supernode register NODE.pub federation` on the server registers it; "

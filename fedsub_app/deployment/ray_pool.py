@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 POLL_SECONDS = 0.5
-# Of Flower's log: the reply of a message that failed has its reason, and the round's line names its clients.
+# Lines of Flower's log that repeat a failure: the reply has its reason, and the round's line names its clients.
 TOLD_AGAIN = ("An exception was raised when processing a message", "Traceback (most recent call last)", "The actor ")
 
 

@@ -14,7 +14,7 @@ from fedsub_app.runs.config import defaults, register_installed, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
 
-# What a strategy has no keyword for: the app's data and network are its own, `start` is told how long a run is.
+# A strategy has no keyword for these: the app's data and network are its own, `start` is told how long a run is.
 WITHOUT = {
     *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys())
     - {"seed", "validation_fraction", "task"},

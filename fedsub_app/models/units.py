@@ -34,8 +34,8 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
     A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. Of a listed ``nn.Sequential``
-    these are every Linear and Conv2d but the last, of a ResNet the inner channels of each block (``conv1``, ``bn1`` ->
+    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. In a listed ``nn.Sequential``
+    these are every Linear and Conv2d but the last, in a ResNet the inner channels of each block (``conv1``, ``bn1`` ->
     ``conv2``): the residual stream ties the other channels of a stage to each other.
 
     TypeError where a layer is not known, or no unit can be removed.

@@ -1,4 +1,4 @@
-"""What is drawn and compared of runs: the content of their directories, groups over seeds, curves, costs."""
+"""The parts of runs that are drawn and compared: the content of their directories, groups over seeds, curves, costs."""
 
 import json
 import shlex

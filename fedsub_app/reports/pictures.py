@@ -202,7 +202,7 @@ def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "
     from matplotlib.figure import Figure
 
     with as_text():
-        # Of a fixed layout, which takes a third of the time that a constrained one does.
+        # The layout is fixed, which takes a third of the time that a constrained one does.
         drawing = Figure(figsize=(width := 4.2, height := 2.9))
         letters = max(map(len, short_names(lines)))
         left, bottom, top, right = 0.54, 0.48, 0.08, 0.22 + 0.08 * letters  # inches

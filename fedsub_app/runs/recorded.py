@@ -1,4 +1,4 @@
-"""What is known of a run before torch is loaded: its settings, new or recorded, its folder, the user's code in it."""
+"""A run as known before torch is loaded: its settings, new or recorded, its folder, the user's code in it."""
 
 import os
 import re

@@ -56,8 +56,8 @@ def sliced_shape(shape: torch.Size, index: Index) -> torch.Size:
 def take(tensors: Mapping[str, Tensor], groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors of the network that has only the units that are on (:func:`indices`).
 
-    Of the whole network's tensors these are a group's rows ``[on, ...]``, its columns ``[:, on * repeat, ...]``, and
-    the others unchanged. Differentiable: the gradient is the slice's, 0 elsewhere.
+    It has a group's rows ``[on, ...]`` and columns ``[:, on * repeat, ...]`` of the whole network's tensors, and the
+    others unchanged. Differentiable: the gradient is the slice's, 0 elsewhere.
     """
     index = indices(groups, units)
     return {name: select(tensor, index.get(name, ALL)) for name, tensor in tensors.items()}

@@ -1,0 +1,38 @@
+"""English that is read once: no sentence of a page, a docstring or a comment begins without its subject."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+ROOMS = ("fedsub_app", "strategies", "client_apps", "bench", "docs", "README.md", "CONTRIBUTING.md")
+WITHOUT_SUBJECT = re.compile(r"(Who|What|Those|Of|So many)\b[^?]*$")
+CODE, HEADER, HEADING = r"```.*?```", r"^\|[^\n]*\n\| ?-[^\n]*$", r"^#[^\n]*$"
+
+
+def paragraphs(path: Path) -> Iterator[str]:
+    """Yield a page's paragraphs, items and cells, or a module's paragraphs of docstrings and comments."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield from re.split(r"\n\s*\n|\n\s*- |\|", re.sub(f"{CODE}|{HEADER}|{HEADING}", "", text, flags=re.M | re.S))
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield from re.split(r"\n\s*\n|\n\s*- ", ast.get_docstring(node) or "")
+    comments = (line.strip() for line in text.splitlines())
+    yield from "\n".join(line.removeprefix("# ") if line.startswith("# ") else "\n" for line in comments).split("\n\n")
+
+
+def test_no_sentence_begins_without_its_subject() -> None:
+    names = subprocess.check_output(["git", "ls-files", *ROOMS], cwd=PROJECT, text=True).split()
+    found = [
+        f"{name}: {sentence[:80]}"
+        for name in names
+        if name.endswith((".md", ".py")) and not name.endswith("history.md")
+        for paragraph in paragraphs(PROJECT / name)
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split()))
+        if WITHOUT_SUBJECT.match(sentence)
+    ]
+    assert not found, "\n".join(found)
