@@ -199,6 +199,16 @@ def broken(items: list[Any]) -> Any:
     raise KeyError("ids")
 
 
+def without_axis(part: str) -> Any:
+    """A collate of one item that forgets the axis of the samples of y, or of the last tensor of x."""
+
+    def collate(items: list[Any]) -> Any:
+        x, y = items[0]
+        return ((x[0][None], x[1]), torch.tensor([y])) if part == "x" else (x[None], torch.as_tensor(y))
+
+    return collate
+
+
 X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 
 
@@ -220,6 +230,22 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
             None,
             "an item has a, c: must have",
         ),
+        (
+            (Rows([{"a": X[0], "b": X[0], "label": 1}, {"a": X[0], "label": 1}]), (X, Y)),
+            None,
+            "^train: an item is one tensor: must be a mapping, as the first one$",
+        ),
+        (
+            (Rows([{"a": X[0], "label": 1}, {"a": X[0], "b": X[0], "label": 1}]), (X, Y)),
+            None,
+            "^train: an item is a mapping: must be one tensor, as the first one$",
+        ),
+        ((Rows([((X[0], X[0]), 1), ((X[0],), 1)]), (X, Y)), None, "an item is a tuple of 1: must be a tuple of 2"),
+        ((Rows([(X[0], 1)] * 2), (X, Y)), without_axis("y"), r"train: x of shape \(1, 3\), y of shape \(\),"),
+        ((Rows([(X[0], Y)] * 2), (X, Y)), without_axis("y"), r"^train: x of shape \(1, 3\), y of shape \(4,\)"),
+        ((Rows([((X[0], X[0]), 1)] * 2), (X, Y)), without_axis("x"), r"^train: x of shape \[\(1, 3\), \(3,\)\], y of"),
+        (((X, Y), (X.long(), Y)), None, "^test: x of integers: the training samples' is of numbers$"),
+        (((X.long(), Y), (X, Y)), None, "^test: x of numbers: the training samples' is of integers$"),
         ((Rows([X[0]]), (X, Y)), None, "an item is no"),
         ((Rows([("text", 1)]), (X, Y)), None, "train: a sample is no tensor but 'text' \\(str\\)"),
         ((Rows([(X[0], 1)]), (X, Y)), broken, "train: collate of samples \\[0\\]: KeyError: 'ids'"),

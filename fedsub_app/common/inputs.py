@@ -143,9 +143,20 @@ def _is_mask(part: Part) -> bool:
     return not part.dtype.is_floating_point and part.limit <= 2
 
 
+def _kind(x: Batch) -> str:
+    if not isinstance(x, Inputs):
+        return "one tensor"
+    return "a mapping" if x.names else f"a tuple of {len(x.tensors)}"
+
+
 def joined(parts: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
-    """Return batches of one form as one: ``torch.cat`` or ``torch.stack`` of each tensor."""
-    first = parts[0]
+    """Return batches of one form as one: ``torch.cat`` or ``torch.stack`` of each tensor.
+
+    ValueError, continuing "an item": one has other tensors than the first.
+    """
+    first, kinds = parts[0], [*dict.fromkeys(map(_kind, parts))]
+    if len(kinds) > 1:
+        raise ValueError(f"is {kinds[1]}: must be {kinds[0]}, as the first one")
     if isinstance(first, Inputs):
         columns = zip(*(part.ordered(first.names) for part in parts if isinstance(part, Inputs)), strict=True)
         return Inputs(tuple(join(list(column)) for column in columns), first.names)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from fedsub_app.common.errors import UserError, one_line, shown
-from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of, joined, shape_shown
+from fedsub_app.common.inputs import Batch, Form, Inputs, Shape, form_of, joined, shape_shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.tasks import Task
 from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples, channels_last
@@ -48,6 +48,9 @@ def own_dataset(
     first, second = (form_of(one.x[:1] if len(one.y) else train.x[:1]) for one in (train, test))
     if shape_shown(first) != shape_shown(second):
         raise UserError(f"test: samples of shape {shape_shown(second)}: the training samples' is {shape_shown(first)}")
+    if isinstance(first, Form) != isinstance(second, Form):  # of one shape: one tensor each
+        kinds = ("numbers", "integers") if isinstance(second, Form) else ("integers", "numbers")
+        raise UserError(f"test: x of {kinds[1]}: the training samples' is of {kinds[0]}")
     form = form_of(*(one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)))
     return dataset_of(name, train, test, task, form, output_for and output_for(form))
 
@@ -92,13 +95,18 @@ def _split(data: object, name: str, collate: Collate | None) -> Split:
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
-    sizes = {tensor.shape[:1] for tensor in (stored.tensors if isinstance(stored, Inputs) else (stored,))}
-    if y.ndim < 1 or sizes != {y.shape[:1]} or (isinstance(stored, Tensor) and stored.ndim < 2):
-        found = f"x of shape {_shapes(stored)}, y of shape {tuple(y.shape)}, {y.dtype}"
-        raise UserError(f"{name}: {found}: must be [n, ...] and [n] or [n, ...]")
+    _check_pairs(stored, y, name, axes=2)
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
     return Split(Samples(stored), y.detach(), groups)
+
+
+def _check_pairs(x: Batch, y: Tensor, name: str, axes: int = 1) -> None:
+    """Refuse x and y that are not of the same samples; ``axes``: the least number of x's, where it is one tensor."""
+    sizes = {tensor.shape[:1] for tensor in (x.tensors if isinstance(x, Inputs) else (x,))}
+    if y.ndim < 1 or sizes != {y.shape[:1]} or (isinstance(x, Tensor) and x.ndim < axes):
+        found = f"x of shape {_shapes(x)}, y of shape {tuple(y.shape)}, {y.dtype}"
+        raise UserError(f"{name}: {found}: must be [n, ...] and [n] or [n, ...]")
 
 
 def _shapes(x: Batch) -> Any:
@@ -145,7 +153,9 @@ def _read(data: Any, name: str, collate: Collate | None) -> Split:
     def batch(positions: list[int]) -> tuple[Batch, Tensor]:
         try:
             x, y = _pair((collate or default_collate)([data[position] for position in positions]), name)
-            return _inputs(x, name), y
+            stored = _inputs(x, name)
+            _check_pairs(stored, y, name)
+            return stored, y
         except UserError:
             raise
         except Exception as error:  # code of others
