@@ -873,6 +873,27 @@ def test_clients_are_stacked_or_a_line_says_why_not(file: Path) -> None:
     assert "its mean loss is not the mean of" in unstackable(settings, Network(problem.network()), weighted)
 
 
+@pytest.mark.parametrize(
+    ("none", "said"),
+    [
+        (lambda each: each, "its loss with reduction = 'none' gives 320 numbers for 32 samples"),
+        (lambda each: each.mean(), "gives 1 numbers for 32 samples"),
+        (lambda each: each.no_such_thing, "AttributeError: 'Tensor' object has no attribute 'no_such_thing'"),
+    ],
+)
+def test_a_loss_of_other_than_one_number_a_sample_is_not_stacked(none: Any, said: str, file: Path) -> None:
+    """As of ``F.mse_loss(output, y, reduction=reduction)``: of 10 outputs the training loss was 10 times too large."""
+    settings = resolve({"model": f"{file}:Net", "stack-clients": True})
+
+    class Squares(Classification):
+        def loss(self, output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+            each = (output - F.one_hot(y, 10)).square()
+            return none(each) if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
+
+    problem = dataclasses.replace(Problem.of(settings), task=Squares())
+    assert said in unstackable(settings, Network(problem.network()), problem)
+
+
 def test_weights_of_classes_are_seen_where_samples_are_sorted_by_class(file: Path) -> None:
     settings = resolve({"model": f"{file}:Net", "stack-clients": True})
     problem = Problem.of(settings)

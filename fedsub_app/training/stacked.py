@@ -52,7 +52,14 @@ def unstackable(settings: Settings, network: Network, problem: Problem) -> str:
     some = torch.linspace(0, count - 1, min(count, FIRST_SAMPLES)).long()  # evenly: they may be sorted by class
     with torch.no_grad():
         output, y = network.module.eval()(problem.data.train_x[some]), problem.data.train_y[some]
-        losses, mean = task.loss(output, y, "none"), task.loss(output, y)
+        mean = task.loss(output, y)
+        try:
+            losses = task.loss(output, y, "none")
+        except Exception as error:  # code of the user
+            return f"task = {settings.task}: {one_line(error)[:100]}"
+    if losses.numel() != len(y):
+        given = f"{losses.numel()} numbers for {len(y)} samples"
+        return f"task = {settings.task}: its loss with reduction = 'none' gives {given}"
     if not math.isclose(float(losses.mean()), float(mean), rel_tol=1e-4, abs_tol=1e-6):
         return f"task = {settings.task}: its mean loss is not the mean of the samples' losses"
     if name := _counting(network, problem.data.train_x[some]):
