@@ -402,6 +402,34 @@ def test_units_that_a_layer_reads_twice() -> None:
     assert join.cols == (("head.weight", 16),)
 
 
+class Shuffled(nn.Module):
+    """Channels that are split and joined in another order, as ShuffleNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.first(x).relu().chunk(2, 1)
+        return self.head(self.second(torch.cat([right, left], 1)).relu())
+
+
+def test_units_behind_a_split_leave_others_alone() -> None:
+    assert [group.name for group in unit_groups(adopted(Shuffled(), (4,)))] == ["second"]
+
+
+class Gate(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x[:, :1].sigmoid()
+
+
+@pytest.mark.parametrize("between", [nn.LocalResponseNorm(3), Gate()])
+def test_units_that_read_their_neighbours_or_the_first_one_are_none(between: nn.Module) -> None:
+    """The first units alone are the network in which the others are zero; other units are not."""
+    layers = nn.Conv2d(1, 8, 1), between, nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 3)
+    assert [group.name for group in unit_groups(adopted(nn.Sequential(*layers), (1, 4, 4)))] == ["2"]
+
+
 class Auxiliary(nn.Module):
     """A second head that runs in training alone, as GoogLeNet's."""
 
@@ -422,6 +450,13 @@ def test_units_that_an_auxiliary_head_reads_in_training_are_none() -> None:
     assert [group.name for group in groups] == ["second"]
     assert torch.equal(torch.get_rng_state(), before)
     assert narrowed(model, groups, {"second": 2}).train()(torch.zeros(2, 4)).shape == (2, 3)
+
+
+def test_a_unit_that_no_sample_switches_on_is_one() -> None:
+    """By the weights that it begins with, the ReLU of the unit that is removed may cut off all samples of the test."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        assert [group.name for group in unit_groups(adopted(Auxiliary(), (4,)))] == ["second"], seed
 
 
 def test_three_reasons_are_enough_for_a_network_without_units() -> None:

@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, Shape, drawn
 from fedsub_app.models.groups import Place, UnitGroup, executed, kept_positions, narrowed
-from fedsub_app.models.networks import tensors_of
+from fedsub_app.models.networks import load_tensors, tensors_of
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis
 COMPUTED = "its weight is computed from other tensors"  # as torch.nn.utils.parametrizations have it
@@ -171,6 +171,8 @@ def _group(
         if tensor not in tensors or axis not in (0, 1) or len(of_units) != channels:
             raise TypeError(f"{tensor} is tied, or has some of the units alone")
         length = tensors[tensor].shape[axis]
+        if max(map(max, of_units.values())) >= length:  # torch-pruning loses count where channels are split and joined
+            raise TypeError(f"its units are not found in {tensor}")
         if {len(each) for each in of_units.values()} != {length} or length > 1:  # one number for all units: PReLU's
             places += [Place(tensor, axis, *at, length) for at in _runs(tensor, of_units, together)]
     if size < 2 or not any(place.whole(size) for place in places):
@@ -230,23 +232,27 @@ def _as_heads(model: nn.Module, group: UnitGroup) -> UnitGroup | None:
 def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
     """Return how the network without some of the units is another than that in which these are zero, or nothing.
 
-    One unit less, and half of the units: half of attention's features may happen to be whole heads.
+    All units but one in the middle, and the middle half of them: half of attention's features may happen to be whole
+    heads, and the first units may keep the neighbours that they had, as LocalResponseNorm's.
     """
-    whole = model(x)
-    for widths in ({g.name: g.size - 1 for g in groups}, {g.name: (g.size + 1) // 2 for g in groups}):
-        first = {group.name: torch.arange(group.size) < widths[group.name] for group in groups}
-        zeroed = dict(tensors_of(model))
-        for (name, axis), kept in kept_positions(groups, first).items():
+    whole, sizes, effects = model(x), {group.name: group.size for group in groups}, list[float]()
+    but_one = {name: torch.arange(size) != size // 2 for name, size in sizes.items()}
+    half = {name: torch.arange(size).roll(size // 4) < (size + 1) // 2 for name, size in sizes.items()}
+    for units in (but_one, half):
+        zeroed, left = dict(tensors_of(model)), dict(tensors_of(model))
+        for (name, axis), kept in kept_positions(groups, units).items():
             zeroed[name] = zeroed[name] * kept.view([-1 if k == axis else 1 for k in range(zeroed[name].dim())])
+            left[name] = left[name].index_select(axis, kept.nonzero().flatten())
         expected = functional_call(model, zeroed, (x,))
         try:
-            small = narrowed(model, groups, widths)
+            small = narrowed(model, groups, {name: int(on.sum()) for name, on in units.items()})
+            load_tensors(tensors_of(small), left)
             difference = float((small(x) - expected).abs().max())
             with torch.random.fork_rng(devices=[]):  # dropout draws
                 small.train()(x)  # auxiliary heads run in training alone
         except Exception as error:  # the network's own code knows its width, or torch has no layer of it
             return f"a narrower network does not run: {one_line(error)[:100]}"
-        effect = float((whole - expected).abs().max())
-        if effect == 0 or difference > EQUAL * effect:
+        effects.append(float((whole - expected).abs().max()))  # 0 of one unit that a ReLU cuts off in all of x
+        if difference > EQUAL * (effects[-1] or float(whole.abs().max())):
             return "a removed unit is not a unit of zeros"
-    return ""
+    return "" if any(effects) else "its units have no effect"
