@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,4 +157,43 @@ def test_wandb_offline(run_local: RunLocal, tmp_path: Path, monkeypatch: pytest.
     while b"global-accuracy" not in written.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)  # wandb's own process writes it
     assert b"global-accuracy" in written.read_bytes()
-    assert (folder / ".wandb-told").read_text() == "2"
+
+
+def test_a_stopped_run_is_ended_in_wandb_and_goes_on_behind_what_wandb_has(
+    run_local: RunLocal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was left open was the next run's of the process; of a killed one, offline files have nothing."""
+    begun: list[Any] = []
+
+    def begin(**about: Any) -> SimpleNamespace:
+        assert about["settings"]["reinit"] == "create_new"
+        run = SimpleNamespace(starting_step=2 if len(begun) == 2 else 0, steps=[], codes=[])
+        run.log = lambda numbers, step, commit: run.steps.append(step)
+        run.finish = lambda exit_code: run.codes.append(exit_code)
+        begun.append(run)
+        return run
+
+    def stop(*_: Any) -> None:
+        raise SystemExit
+
+    package = SimpleNamespace(__spec__="found", Settings=lambda **keys: keys, init=begin)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "checkpoint", stop)
+        with pytest.raises(SystemExit):
+            run_local("tracked", track="wandb", num_rounds=2)
+    keys = {"run-dir": str(tmp_path / "tracked"), "resume": True, "track": "wandb"}
+    for _ in range(2):  # wandb has no round, then two
+        run_experiment(LocalGrid(app, keys), settings_of(keys))
+    assert [run.steps for run in begun] == [[0, 1], [0, 1, 2], [2]]
+    assert [run.codes for run in begun] == [[1], [0], [0]]
+
+
+def test_an_emptied_run_directory_has_a_tracker_without_rounds(run_local: RunLocal, tmp_path: Path) -> None:
+    """``rm -r DIR/*`` leaves hidden files; the next run there was told from the last one's end on."""
+    pytest.importorskip("tensorboard")
+    _, folder = run_local("again", track="tensorboard", num_rounds=2)
+    for path in folder.glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run_local("again", track="tensorboard", num_rounds=2, seed=1)
+    assert [step for step, _ in from_tensorboard(folder)[2]["round"]] == [0, 1, 2]

@@ -12,7 +12,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -43,7 +43,8 @@ ENDING_SECONDS = 2  # a killed command's processes may take so long to end
 class Run:
     """The directory of one run, locked against other processes. Use :func:`open_run`, and close it.
 
-    ``continuation``: the command or call that resumes the run, for the messages of a failure.
+    ``continuation``: the command or call that resumes the run, for the messages of a failure. ``at_close``: what ends
+    with the run, however it ends.
     """
 
     def __init__(self, folder: Path, settings: Settings, run_id: str) -> None:
@@ -53,6 +54,7 @@ class Run:
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
+        self.at_close = ExitStack()
         self._lock = FileLock(folder / ".lock", timeout=ENDING_SECONDS, mode=0o600)
         try:
             self._lock.acquire()
@@ -62,6 +64,7 @@ class Run:
             raise UserError(f"run-dir = {str(folder)!r}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
+        self.at_close.close()
         self._lock.release()
 
     @property

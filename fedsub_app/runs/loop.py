@@ -176,6 +176,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     nodes = sorted(strategy.federation.nodes)
     audited("run begins", code=code_digest(), settings=settings.digest(), nodes=nodes, round=last + 1)
     tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
+    run.at_close.callback(tracking.end, completed=False)
     tracking.follow(run.lines)
     began = time.perf_counter()
     over = ended_by(run.lines, settings)

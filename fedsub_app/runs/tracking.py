@@ -1,8 +1,8 @@
 """Experiment trackers: every round goes to TensorBoard, MLflow or Weights & Biases as well.
 
 rounds.jsonl remains the record. A tracker gets the numbers of every line, the settings as parameters and the run's
-folder as its name. A file in the run directory has the last round that the tracker has: a resumed run continues there,
-without duplicate points, and rounds that the tracker has missed are logged later.
+folder as its name. It knows the last round that it has (of TensorBoard a file in the run directory does): a resumed run
+continues there, without duplicate points, and rounds that the tracker has missed are logged later.
 
 A tracker's own environment variables set its place. Without them TensorBoard's events lie in the run directory, so that
 ``tensorboard --logdir runs`` shows all runs, and MLflow's in ``mlflow.db`` beside it.
@@ -32,18 +32,22 @@ LAST = "round"  # a number of every round, logged last
 class TensorBoard:
     """Event files in the run directory."""
 
-    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value], fresh: bool) -> None:
+    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
+        self._file = folder / ".tensorboard-told"
+        told = self._file.exists() and any(folder.glob("events.out.tfevents.*"))
+        self.last = int(self._file.read_text()) if told else -1
         self._writer = SummaryWriter(str(folder))
-        for summary in hparams(dict(settings), {}) if fresh else ():
+        for summary in hparams(dict(settings), {}) if self.last < 0 else ():
             self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, server_round)
         self._writer.flush()
+        write_atomic(self._file, str(server_round).encode(), wait=False)
 
     def end(self, completed: bool) -> None:
         self._writer.close()
@@ -52,7 +56,7 @@ class TensorBoard:
 class MLflow:
     """A run of the experiment ``fedsub``; it has the run's id as the tag ``fedsub.run-id``."""
 
-    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value], fresh: bool) -> None:
+    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}"
         named = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -63,7 +67,7 @@ class MLflow:
         earlier = self._client.search_runs([experiment], f"tags.`fedsub.run-id` = '{run_id}'")
         tags = {"fedsub.run-id": run_id, "fedsub.folder": str(folder)}
         run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags, run_name=_name(folder))
-        self._id = run.info.run_id
+        self._id, self.last = run.info.run_id, int(run.data.metrics.get(LAST, -1))
         self._client.update_run(self._id, status="RUNNING")
         params = [] if earlier else list(settings.items())
         for start in range(0, len(params), 100):  # MLflow's limit
@@ -77,19 +81,22 @@ class MLflow:
 
 
 class Wandb:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases; offline a resumed run begins a file of its own, which gets all rounds."""
 
-    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value], fresh: bool) -> None:
-        self._wandb: Any = importlib.import_module("wandb")
-        project, quiet = os.environ.get("WANDB_PROJECT", PROJECT), self._wandb.Settings(console="off", silent=True)
+    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        # Not "default", which would return an earlier run of this process that has not ended.
+        quiet = wandb.Settings(console="off", silent=True, reinit="create_new")
         about = {"id": run_id, "name": _name(folder), "config": dict(settings), "dir": str(folder)}
-        self._wandb.init(project=project, resume="allow", settings=quiet, **about)
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run = wandb.init(project=project, resume="allow", settings=quiet, **about)
+        self.last = self._run.starting_step - 1
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
-        self._wandb.log(dict(numbers), step=server_round)
+        self._run.log(dict(numbers), step=server_round, commit=True)
 
     def end(self, completed: bool) -> None:
-        self._wandb.finish()
+        self._run.finish(exit_code=int(not completed))
 
 
 TRACKERS: dict[str, type[TensorBoard | MLflow | Wandb]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb}
@@ -105,10 +112,9 @@ class Tracking:
     """Logs the rounds of a run to a tracker; where the tracker fails, the run continues without it."""
 
     def __init__(self, name: Name, folder: Path, run_id: str, settings: Mapping[str, Value]) -> None:
-        self._name, self._file = name, folder / f".{name}-told"
+        self._name = name
         try:
-            self._last = int(self._file.read_text()) if self._file.exists() else -1
-            self._tracker = TRACKERS[name](folder, run_id, settings, self._last < 0) if name != "none" else None
+            self._tracker = TRACKERS[name](folder, run_id, settings) if name != "none" else None
         except Exception as error:  # whatever a tracker raises: no server, no key, a full disk
             raise UserError(f"track = {name!r}: {printable(one_line(error))}") from None
 
@@ -116,15 +122,16 @@ class Tracking:
         """Log the new rounds; ``lines``: the lines of rounds.jsonl so far."""
         for line in lines:
             with self._optional():
-                if self._tracker and line["round"] > self._last:
+                if self._tracker and line["round"] > self._tracker.last:
                     self._tracker.log_round(line["round"], numbers_of(line))
-                    self._last = line["round"]
-                    write_atomic(self._file, str(self._last).encode(), wait=False)
+                    self._tracker.last = line["round"]
 
     def end(self, completed: bool) -> None:
+        """End the tracker's run; a second call does nothing."""
         with self._optional():
-            if self._tracker:
-                self._tracker.end(completed)
+            tracker, self._tracker = self._tracker, None
+            if tracker:
+                tracker.end(completed)
 
     @contextmanager
     def _optional(self) -> Iterator[None]:
