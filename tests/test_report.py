@@ -238,6 +238,18 @@ def test_the_command_repeats_the_run(name: str) -> None:
         assert len(words) <= 2 * (len(changes) + 1)
 
 
+def test_a_report_of_nothing_leaves_no_folder(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = [tmp_path / name for name in "ab"]
+    for folder in begun:
+        folder.mkdir()
+        shutil.copy(runs["a0"] / "settings.json", folder)
+    assert cli.main(["report", *map(str, begun), "--out", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"error: {begun[0]}, {begun[1]}: no evaluated round to draw\n"
+    assert not (tmp_path / "new").exists()
+
+
 def test_report_writes_what_it_says_and_nothing_here(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,16 +23,17 @@ def report(
     """Draw and compare runs: score against rounds, bytes, FLOPs and seconds."""
     from fedsub_app.reports.compare import cost_text, summary_text
     from fedsub_app.reports.html import write_html
-    from fedsub_app.reports.pictures import draw_curves
+    from fedsub_app.reports.pictures import figure_of_curves, write_picture
     from fedsub_app.reports.records import grouped
     from fedsub_app.runs.recorded import new_path, runs_folder
 
     groups = grouped(folders)
+    drawing = figure_of_curves(groups)  # before a folder is made: there may be nothing to draw
     out = out or (folders[0] if len(folders) == 1 else new_path(runs_folder() / "reports"))
     picture = out if out.suffix and not out.is_dir() else out / ("curve.png" if len(folders) == 1 else "curves.png")
     if picture.parent == out:
         out.mkdir(parents=True, exist_ok=True)
-    print(link(draw_curves(groups, picture)))
+    print(link(write_picture(drawing, picture)))
     if html:
         words = ["fedsub report", *(shlex.quote(str(folder)) for folder in folders), "--html"]
         title = ", ".join(dict.fromkeys(group.section for group in groups)) + ": "

@@ -125,8 +125,7 @@ def axes_of(groups: Sequence[Group]) -> list[str]:
     return ["round", *(costs_of(record for group in groups for record in group.records) if len(groups) > 1 else ())]
 
 
-def draw_curves(groups: Sequence[Group], target: Path) -> Path:
-    drawing = figure_of_curves(groups)
+def write_picture(drawing: "Figure", target: Path) -> Path:
     try:
         with as_text():
             drawing.savefig(target, dpi=120)

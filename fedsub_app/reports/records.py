@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.reports.curves import COSTS, Group, RunData, curves
-from fedsub_app.reports.pictures import draw_curves, draw_partition, figure_of_curves
+from fedsub_app.reports.pictures import draw_partition, figure_of_curves, write_picture
 from fedsub_app.runs.recorded import resume_command
 from fedsub_app.runs.rounds import ROUNDS, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
@@ -60,7 +60,7 @@ class Record(RunData):
         if self.partition:  # there is none where the clients' data are their nodes' own
             draw_partition(self.folder)
         if curves(self._alone):
-            draw_curves(self._alone, self.folder / "curve.png")
+            write_picture(self.plot(), self.folder / "curve.png")
 
 
 def read_run(folder: Path) -> Record:
