@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -390,6 +392,28 @@ def test_stopped_the_jobs_of_a_cluster_end_with_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "out").glob("*/seed0"):
         with FileLock(folder / ".lock", timeout=30):  # which a run holds while it lasts
             assert not (folder / "summary.json").exists()
+
+
+def test_stopped_all_jobs_of_a_cluster_are_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that it is just given, and where it refuses; nobody waits until it says that they have ended."""
+    cancelled: list[bool] = []
+
+    def given(*_: Any) -> Any:
+        time.sleep(0.2)
+        return SimpleNamespace(
+            done=lambda: False, result=lambda: time.sleep(2), cancel=lambda check=True: cancelled.append(check)
+        )
+
+    cluster = SimpleNamespace(update_parameters=lambda: None, submit=given)
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=lambda *_, **__: cluster))
+    monkeypatch.setattr(batch.signal, "signal", lambda *_: None)
+    start = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt), batch.SlurmPool(2, (), tmp_path) as pool:
+        pool.submit(str)
+        pool.submit(str)
+        raise KeyboardInterrupt
+    assert cancelled == [False, False]
+    assert time.monotonic() - start < 1.5
 
 
 def test_ctrl_c_ends_a_table_at_once(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -240,7 +240,7 @@ class SlurmPool(ThreadPoolExecutor):
             self._cluster.update_parameters(**keys)
         except (NameError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"--slurm {' '.join(options)}: {str(error).splitlines()[0]}") from None
-        self._jobs: list[Any] = []
+        self._stopped = Event()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else the jobs would outlive us
 
     def submit(self, run: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
@@ -249,14 +249,16 @@ class SlurmPool(ThreadPoolExecutor):
 
     def _wait_for(self, run: Any, *arguments: Any, **named: Any) -> Any:
         job = self._cluster.submit(run, *arguments, **named)
-        self._jobs.append(job)
+        while not job.done():
+            if self._stopped.wait(1):
+                job.cancel(check=False)  # the cluster may refuse: it has ended, or nobody answers
+                return KILLED
         return job.result()
 
     def __exit__(self, kind: Any, *details: Any) -> None:
         if kind:
+            self._stopped.set()
             self.shutdown(wait=False, cancel_futures=True)
-            for job in self._jobs:
-                job.cancel()
         super().__exit__(kind, *details)
 
 
