@@ -714,6 +714,26 @@ def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     assert fedsub_app.run(more).lines[-1]["round"] == 2
 
 
+def test_a_run_is_not_resumed_with_other_images(tmp_path: Path) -> None:
+    """Of the same labels: one pixel is another."""
+    y, x = np.arange(24) % 2, np.random.default_rng(0).integers(0, 256, (24, 8, 8), np.uint8)
+
+    def save(pixel: int) -> None:
+        x[5, 3, 3] = pixel
+        np.savez(tmp_path / "t.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+
+    keys = keys_of(tmp_path, "t", num_clients=2, num_rounds=1, model="feature-mlp", train_per_class=0)
+    keys |= {"partition": "iid", "run-dir": str(tmp_path / "run")}
+    save(7)
+    fedsub_app.run(keys)
+    more = keys | {"resume": True, "num-rounds": 2}
+    save(8)
+    with pytest.raises(UserError, match=r"^dataset = 't': the samples have changed since the run in .* began"):
+        fedsub_app.run(more)
+    save(7)
+    assert fedsub_app.run(more).lines[-1]["round"] == 2
+
+
 def test_texts_are_padded_by_the_tokenizers_own_token(tmp_path: Path) -> None:
     """Decoders take the output at the last token that is none of their padding."""
     tokenizer_folder(tmp_path / "words")

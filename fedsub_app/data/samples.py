@@ -157,11 +157,17 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Digest of the samples' number, form and integer y; floats differ between processors and are left out."""
-        parts = (self.train_y, self.test_y)
-        content = [f"{self.in_shape} {[tuple(y.shape) for y in parts]}".encode()]
-        content += [y.cpu().numpy().tobytes() for y in parts if not y.is_floating_point()]
-        return hashlib.sha256(b"".join(content)).hexdigest()[:16]
+        """Digest of the samples' number and form, and of integer y and x, such as pixels and tokens.
+
+        Floats differ between processors and are left out, as are samples that are read when they are taken.
+        """
+        y = (self.train_y, self.test_y)
+        checksum = hashlib.sha256(f"{self.in_shape} {[tuple(part.shape) for part in y]}".encode())
+        stored = [x.stored for x in (self.train_x, self.test_x) if isinstance(x, Samples)]
+        for tensor in (*y, *(part for x in stored for part in (x.tensors if isinstance(x, Inputs) else (x,)))):
+            for rows in () if tensor.is_floating_point() else tensor.split(1000):
+                checksum.update(rows.cpu().contiguous().numpy())
+        return checksum.hexdigest()[:16]
 
     @cached_property
     def train_labels(self) -> Tensor:

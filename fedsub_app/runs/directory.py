@@ -35,7 +35,7 @@ from fedsub_app.settings import Settings, digest
 
 CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
-DATA = "data"  # key of settings.json: digest of the samples
+DATA = "samples"  # key of settings.json: digest of the samples
 BASE = "base"  # key of settings.json: digest of the network's frozen base
 ENDING_SECONDS = 2  # a killed command's processes may take so long to end
 
