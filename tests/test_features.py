@@ -1,5 +1,6 @@
 """Features by torchvision's networks, from weights in torchvision's format; what is kept of them and when."""
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -196,6 +197,22 @@ def test_images_in_folders_may_have_many_sizes(data_dir: Path, brightness: type[
         Image.new("RGB", (9, 9)).save(data_dir / f"pets/test/{name}/a.png")
     with pytest.raises(UserError, match="pets: class a is in test/ but not in train/"):
         load(dataset="pets", seed=1)
+
+
+def test_sets_of_files_that_look_alike_have_features_of_their_own(
+    data_dir: Path, brightness: type[Brightness], tmp_path: Path
+) -> None:
+    """Bitmaps have one size, and an archive gives them all one time."""
+    found = []
+    for value in (10, 90):
+        for split, kind in itertools.product(("train", "test"), ("cat", "dog")):
+            folder = tmp_path / f"{value}/pets/{split}/{kind}"
+            folder.mkdir(parents=True)
+            Image.new("RGB", (9, 9), (value + 50 * (split == "test"),) * 3).save(folder / "a.bmp")
+            os.utime(folder / "a.bmp", (0, 0))
+        data = load(dataset="pets", data_dir=str(tmp_path / str(value)))
+        found += [float(x[:][0, 0]) for x in (data.train_x, data.test_x)]
+    assert len({round(value, 3) for value in found}) == 4  # two sets, each with other images for training and testing
 
 
 def test_random_crops_are_an_images_own(data_dir: Path, brightness: type[Brightness]) -> None:

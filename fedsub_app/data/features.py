@@ -10,8 +10,8 @@ for these weights. Training images of the sets that the paper names (birds, flow
 cut out, resized and flipped at random, once: a sample has the same features in every round, and with every seed.
 
 Features are kept in the cache folder by the content of the weights' files and by the images: pixels in memory, else the
-files' names, sizes and times of change. A file is written after each ``GROUP`` images, so that a killed extraction goes
-on where it was. One of several processes extracts, on a GPU if there is one, and the others wait.
+files' names, sizes, times of change and a few files' content. A file is written after each ``GROUP`` images, so that a
+killed extraction goes on where it was. One of several processes extracts, on a GPU if there is one; the others wait.
 """
 
 import hashlib
