@@ -360,6 +360,14 @@ def test_killed_the_runs_end_with_it(tmp_path: Path) -> None:
     assert not alive
 
 
+def test_the_machine_of_a_table_is_that_of_its_runs(table: str, tmp_path: Path) -> None:
+    """Jobs of a cluster have another one than the command, and so may have runs of an earlier call."""
+    job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")
+    about = {"machine": {"cpus": 64, "model": "EPYC", "processor": ""}, "device": {"type": "cuda", "name": "H100"}}
+    write_json(job.folder / "settings.json", about)
+    assert batch.facts("", [0], [job])["machine"] == "EPYC, 64 cores, H100; one thread a run"
+
+
 def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["reproduce", table, "--out", str(tmp_path / "out"), "--seeds", "1", "-s", "dataset=nothing"]
     assert cli.main(arguments) == 2

@@ -7,7 +7,6 @@ for personal models are gigabytes, are dropped.
 import contextlib
 import logging
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -197,19 +196,18 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
 
 
 def facts(command: str, seeds: Iterable[int], jobs: Sequence[Job]) -> dict[str, str]:
-    """Return what stands above the table of a batch: command, commits, seeds, machine and data."""
+    """Return what stands above the table of a batch: command, commits, seeds, machines and data."""
     from fedsub_app.data import load_dataset
 
     def data(settings: Settings) -> str:
         notes = load_dataset(settings.data).notes
         return settings.dataset + (f" ({', '.join(notes)})" if notes else "")
 
-    gpu = ", CUDA" if torch.cuda.is_available() else ", no GPU"
     return {
         "command": command,
         "commit": ", ".join(sorted({_commit(job) for job in jobs})),
         "seeds": ", ".join(map(str, seeds)),
-        "machine": f"{platform.machine()}, {cores()} cores{gpu}; one run a core, one thread a run",
+        "machine": f"{'; '.join(sorted({_machine(job) for job in jobs}))}; one thread a run",
         "data": "; ".join(sorted({data(job.settings) for job in jobs})),
     }
 
@@ -218,6 +216,15 @@ def _commit(job: Job) -> str:
     with contextlib.suppress(UserError):
         return str(read_json(job.folder / "settings.json").get("commit", "unknown"))
     return "not run"
+
+
+def _machine(job: Job) -> str:
+    """Return in words the machine that computed a run, perhaps another than this one."""
+    with contextlib.suppress(UserError, KeyError):
+        recorded = read_json(job.folder / "settings.json")
+        machine, gpu = recorded["machine"], recorded["device"].get("name", "no GPU")
+        return f"{machine.get('model', machine['processor'])}, {machine['cpus']} cores, {gpu}"
+    return "unknown"
 
 
 class SlurmPool(ThreadPoolExecutor):
