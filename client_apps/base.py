@@ -25,8 +25,8 @@ class Client(ClientTools):
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model: the one sent, else the one that it keeps, at first the initial one."""
-        return sent or self.own or self.initial()
+        """Return the client's own model: what is sent, the rest as it keeps it, at first the initial one."""
+        return self.completed(sent)
 
     def measure(self, sent: Tensors, config: Json) -> Tensors:
         """Return the tensors of the phase after the merge (strategies/measurement.py): none."""

@@ -4,7 +4,7 @@ import torch
 
 from client_apps.base import Client
 from fedsub_app.common.seeds import derive
-from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed
 from fedsub_app.models import layer_groups
 from fedsub_app.training.client import Training
 from strategies.fedpart import FIRST, SECOND, STEPS
@@ -21,7 +21,7 @@ class FedPartClient(Client):
         """Train the round's group, or the full network; returns it, with its moments where they are shared."""
         every = self.network.tensors
         names = tuple(every) if config["group"] is None else layer_groups(self.network.module)[config["group"]]
-        model = self.own | {name: tensor for name, tensor in sent.items() if name in every}
+        model = self.own | chosen(sent, every)
         if self.options.stale == "faithful":
             # As published, each client starts from a random network of its own.
             model = self.place.initial(derive(self.settings.seed, self.id, "own network")) | model
@@ -35,7 +35,7 @@ class FedPartClient(Client):
                 optimizer.second[name].copy_(there[f"{SECOND}{name}"])
                 optimizer.steps[name].copy_(there[STEPS][k])
         training.run(self.batches())
-        answer = {name: tensor for name, tensor in self.keep_own().items() if name in names}
+        answer = chosen(self.keep_own(), names)
         if self.options.momentum == "none" or not training.steps or not optimizer.parameters:
             return answer
         steps = torch.stack(list(optimizer.steps.values())).to(torch.int64)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from client_apps.base import Client
-from fedsub_app.common.tensors import Json, Tensors, brought, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed, unprefixed
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Prox
 from fedsub_app.training.optimizer import Optimizer
@@ -19,7 +19,7 @@ class FedPMClient(Client):
         """Return a mask drawn from the trained scores, and the other tensors (Algorithm 1, lines 8 to 14)."""
         network, device, draws = self.network, self.place.device, self.generator("masks")
         initial = self.initial()
-        self.load(initial | {name: tensor for name, tensor in sent.items() if name in initial})
+        self.load(initial | chosen(sent, initial))
         signed = brought(signed_constants(network.module, initial), device)
         scores = {name: theta.logit() for name, theta in brought(unprefixed(THETA, sent), device).items()}
         others = {name: tensor for name, tensor in network.parameters.items() if name not in scores}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
-from fedsub_app.common.tensors import Json, Tensors, brought, prefixed
+from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed
 from fedsub_app.models import Network, Output, output_names, tensors_of
 from fedsub_app.models.groups import kept_positions
 from fedsub_app.secure.client import AT
@@ -35,8 +35,7 @@ class NarrowClient(Client):
         for batch in self.batches(1, "statistics"):
             network(self.x[batch])
         self.flops += len(self.y) * self.place.forward_flops(self.network)
-        statistics = {name for name, _ in network.named_buffers()}
-        return {name: tensor for name, tensor in tensors_of(network).items() if name in statistics}
+        return chosen(tensors_of(network), dict(network.named_buffers()))
 
 
 class HeteroFLClient(NarrowClient):

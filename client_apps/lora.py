@@ -1,12 +1,9 @@
 """LoRA in a federation, client side; papers and deviations: ``strategies/lora.py``."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from client_apps.base import Client
-from client_apps.parts import PartClient
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.models import Output, adapters
 from strategies.lora import PRUNES
@@ -19,25 +16,6 @@ class MovedBaseClient(Client):
     def train(self, sent: Tensors, config: Json) -> Tensors:
         fixed = {adapter.weight for adapter in adapters(self.network.tensors)}
         return {name: tensor for name, tensor in super().train(sent, config).items() if name not in fixed}
-
-
-class FFALoRAClient(PartClient):
-    """Trains all but A."""
-
-    @cached_property
-    def personal_names(self) -> tuple[str, ...]:
-        return tuple(adapter.a for adapter in adapters(self.network.tensors))
-
-    def train_parts(self) -> None:
-        self.fit(self.shared_names if self.personal_names else None)
-
-
-class FedSALoRAClient(PartClient):
-    """Keeps its B, trains all, returns the rest."""
-
-    @cached_property
-    def personal_names(self) -> tuple[str, ...]:
-        return tuple(adapter.b for adapter in adapters(self.network.tensors))
 
 
 class HetLoRAClient(Client):

@@ -1,13 +1,12 @@
-"""Methods that share a part of the model, client side; papers and deviations: ``strategies/parts.py``, ``fedbn.py``."""
+"""Methods that share a part of the model, client side; papers: ``strategies/parts.py``, ``fedbn.py``, ``lora.py``."""
 
-from functools import cached_property
+from collections.abc import Collection
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen
 from fedsub_app.models import part_names
 from fedsub_app.training.objectives import Objective
-from strategies.fedbn import normalisation_names
-from strategies.settings import FedBABUSettings, FedRepSettings, PartSettings, TuningSettings
+from strategies.settings import FedBABUSettings, FedRepSettings, LGFedAvgSettings, TuningSettings
 
 
 class TunedClient(Client):
@@ -22,37 +21,34 @@ class TunedClient(Client):
 
 
 class PartClient(Client):
-    """FedPer and LG-FedAvg: keeps its personal part, trains the whole model, returns the shared part."""
+    """FedPer, FedBN, FedSA-LoRA: keeps its personal part, trains the whole model, returns the shared part."""
 
-    options: PartSettings
-
-    @cached_property
-    def personal_names(self) -> tuple[str, ...]:
-        return part_names(self.network.module, self.options.personal)
-
-    @cached_property
-    def shared_names(self) -> tuple[str, ...]:
-        return tuple(name for name in self.network.tensors if name not in self.personal_names)
-
-    def completed(self, sent: Tensors) -> Tensors:
-        """Return the sent part with the client's own personal part, or with the initial one at first."""
-        known = self.own | sent
-        return known if known.keys() == self.network.tensors.keys() else self.initial() | known
-
-    def personal(self, sent: Tensors, config: Json) -> Tensors:
-        return self.completed(sent)
+    def personal_names(self, sent: Tensors) -> Collection[str]:
+        """Return the names of the personal part: what the server does not send."""
+        return [name for name in self.network.tensors if name not in sent]
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train and keep the personal part; return the tensors that the server asks for: the shared part or all."""
         self.load(self.completed(sent))
-        self.train_parts()
-        self.keep_own(self.personal_names)
+        personal = self.personal_names(sent)
+        shared = [name for name in self.network.tensors if name not in personal]
+        self.train_parts(personal, shared)
+        self.keep_own(personal)
         trained = self.trained()
-        return trained if config["answer"] == "all" else chosen(trained, self.shared_names)
+        return trained if config["answer"] == "all" else chosen(trained, shared)
 
-    def train_parts(self) -> None:
+    def train_parts(self, personal: Collection[str], shared: Collection[str]) -> None:
         """Train personal and shared part together."""
         self.fit()
+
+
+class LGFedAvgClient(PartClient):
+    """May be sent its personal part as well."""
+
+    options: LGFedAvgSettings
+
+    def personal_names(self, sent: Tensors) -> Collection[str]:
+        return part_names(self.network.module, self.options.personal)
 
 
 class FedRepClient(PartClient):
@@ -60,18 +56,22 @@ class FedRepClient(PartClient):
 
     options: FedRepSettings
 
-    def train_parts(self) -> None:
-        self.fit(self.personal_names, epochs=self.options.personal_epochs, purpose="personal batches")
-        self.fit(self.shared_names, epochs=self.options.shared_epochs)
+    def train_parts(self, personal: Collection[str], shared: Collection[str]) -> None:
+        self.fit(personal, epochs=self.options.personal_epochs, purpose="personal batches")
+        self.fit(shared, epochs=self.options.shared_epochs)
 
 
-class FedBABUClient(PartClient):
+class FrozenPartClient(PartClient):
+    """FFA-LoRA: trains the shared part alone; the personal one stays at its common start."""
+
+    def train_parts(self, personal: Collection[str], shared: Collection[str]) -> None:
+        self.fit(shared if personal else None)
+
+
+class FedBABUClient(FrozenPartClient):
     """Trains the shared part under the common random head; fine-tunes a copy for its evaluation."""
 
     options: FedBABUSettings
-
-    def train_parts(self) -> None:
-        self.fit(self.shared_names)
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         """Return the shared part with the common head, both fine-tuned on the client's data without the objective."""
@@ -79,11 +79,3 @@ class FedBABUClient(PartClient):
         tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
         self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
         return self.trained()
-
-
-class FedBNClient(PartClient):
-    """Keeps its normalisation layers, trains the whole model, returns the other layers."""
-
-    @cached_property
-    def personal_names(self) -> tuple[str, ...]:
-        return normalisation_names(self.network.module)

@@ -102,8 +102,7 @@ class Bounds:
                     changed[name] = bounded if mask is None else torch.where(mask, bounded, x)
         self.report.setdefault("bounded-updates", []).append(update.client)
         tensors = {name: changed.get(name, x) for name, x in contribution.tensors.items()}
-        whole = {name: x for name, x in changed.items() if update.tensors.get(name, x).shape == x.shape}
-        same = {name: x for name, x in whole.items() if name in update.tensors}
+        same = {n: x for n, x in changed.items() if n in update.tensors and update.tensors[n].shape == x.shape}
         # HetLoRA weighs an update by its tensors, which are the bounded ones from here on.
         before, now = (self._strategy.weight(replace(update, tensors=update.tensors | x)) for x in ({}, tensors))
         weight = contribution.weight * (now / before if before else 1.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.reported import Reported
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.federation.protocol import Range, Spec, Task, Update
 from fedsub_app.subnets.averaging import Contribution, Mean
 from fedsub_app.subnets.slices import take
@@ -57,8 +57,7 @@ class Hooks(Server):
 
     def contribution(self, update: Update) -> Contribution:
         """Return what of a checked update enters the mean, the model's tensors; :class:`BadReply` drops the update."""
-        tensors = {name: tensor for name, tensor in update.tensors.items() if name in self.current}
-        return Contribution(tensors, None, self.weight(update))
+        return Contribution(chosen(update.tensors, self.current), None, self.weight(update))
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the outcome of the round, from the mean of its valid contributions.

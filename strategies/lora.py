@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Tensors
+from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.models import Adapter, adapters, scale_of
 from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.parts import SharedPart
@@ -66,8 +66,7 @@ class FedIT(SubnetStrategy):
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         names = {name for adapter in self.adapters for name in adapter[:2]}
-        adapted = {name: tensor for name, tensor in update.tensors.items() if name in names}
-        return super().remembered(update, contribution) | adapted
+        return super().remembered(update, contribution) | chosen(update.tensors, names)
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the mean, changed by :meth:`next_layer`, with the error; with privacy no sum without noise is made."""

@@ -124,15 +124,12 @@ class Narrow(WidthBased, Sliced):
         return super().distance(update, self.part(contribution, statistics=False))
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        if not self.measurement:
-            return super().norms(update, contribution)
         statistics = super().distance(update, self.part(contribution, statistics=True))
         return {**super().norms(update, contribution), "statistics": statistics}
 
     def part(self, contribution: Contribution, statistics: bool) -> Contribution:
         """Return the statistics of a contribution, or its parameters."""
-        names = {name for name, _ in self.model.named_buffers()} if self.measurement else set()
-        tensors = contribution.tensors.items()
+        names, tensors = dict(self.model.named_buffers()), contribution.tensors.items()
         return contribution._replace(tensors={n: x for n, x in tensors if (n in names) == statistics})
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:

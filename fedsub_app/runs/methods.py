@@ -85,7 +85,7 @@ METHODS = {
     "fedadagrad": Method("Reddi et al. 2021", keys.FedAdagradSettings, "fedopt:FedAdagrad"),
     "fedavg-ft": Method("fine-tuned by each client", keys.TuningSettings, client="parts:TunedClient", title="FedAvgFT"),
     "ditto": Method("Li et al. 2021", keys.DittoSettings, "ditto:Ditto", "personal:DittoClient"),
-    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "parts:FedBNClient"),
+    "fedbn": Method("Li et al. 2021, local normalisation layers", MethodSettings, "fedbn:FedBN", "parts:PartClient"),
     "apfl": Method("Deng, Kamani, Mahdavi 2020", keys.APFLSettings, "apfl:APFL", "personal:APFLClient"),
     "fedala": Method("Zhang et al. 2023", keys.FedALASettings, "fedala:FedALA", "personal:FedALAClient"),
     "per-fedavg": Method(
@@ -103,7 +103,7 @@ METHODS = {
     "fedbabu": Method(
         "Oh, Kim, Yun 2022", keys.FedBABUSettings, "parts:SharedPart", "parts:FedBABUClient", title="FedBABU"
     ),
-    "lg-fedavg": Method("Liang et al. 2020", keys.LGFedAvgSettings, "parts:LGFedAvg", "parts:PartClient"),
+    "lg-fedavg": Method("Liang et al. 2020", keys.LGFedAvgSettings, "parts:LGFedAvg", "parts:LGFedAvgClient"),
     "fedpac": Method("Xu, Tong, Huang 2023", keys.FedPACSettings, "fedpac:FedPAC", "fedpac:FedPACClient"),
     "fedselect": Method(
         "FedSelect, Tamirisa et al. 2024", keys.FedSelectSettings, "fedselect:FedSelect", "fedselect:FedSelectClient"
@@ -118,8 +118,8 @@ METHODS = {
     "fedtiny": Method("Huang et al. 2023", sparse_keys.FedTinySettings, "asked:FedTiny", "sparse:FedTinyClient"),
     "fedrts": Method("Huang et al. 2025", sparse_keys.FedRTSSettings, "asked:FedRTS", "sparse:FedRTSClient"),
     "fedit": Method("FedIT, Zhang et al. 2024: LoRA", MethodSettings, "lora:FedIT"),
-    "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "lora:FFALoRAClient"),
-    "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "lora:FedSALoRAClient"),
+    "ffa-lora": Method("Sun et al. 2024", MethodSettings, "lora:FFALoRA", "parts:FrozenPartClient"),
+    "fedsa-lora": Method("Guo et al. 2025", MethodSettings, "lora:FedSALoRA", "parts:PartClient"),
     "flexlora": Method("Bai et al. 2024", keys.RankSettings, "lora:FlexLoRA"),
     "flora": Method("Wang et al. 2024: LoRA", keys.FLoRASettings, "lora:FLoRA", "lora:MovedBaseClient"),
     "fedex-lora": Method("Singhal et al. 2025", keys.FedExLoRASettings, "lora:FedExLoRA", "lora:MovedBaseClient"),

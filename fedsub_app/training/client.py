@@ -132,6 +132,11 @@ class ClientTools:
         self.state |= prefixed(OWN, kept)
         return kept
 
+    def completed(self, sent: Tensors) -> Tensors:
+        """Return a whole model: what is sent, the rest of the client's own one, what both lack of the initial one."""
+        known = self.own | sent
+        return known if known.keys() == self.network.tensors.keys() else self.initial() | known
+
     def initial(self) -> Tensors:
         """Return the initial global model, which every client can rebuild from the seed."""
         return self.place.initial()
@@ -255,21 +260,22 @@ class Training:
         self.optimizer = client.place.optimizer(client.settings, trained, client.lr if lr is None else lr)
         self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
         self.shift = shift or {}
-        self.factors = _factors(keep or {}, trained, self.network.device)
+        # Copied as uint8, the same bytes, which halves the time; then 0 and 1, laid out as the parameters.
+        bits = {name: mask.view(torch.uint8) for name, mask in (keep or {}).items() if name in trained}
+        there = brought(bits, self.network.device)
+        self.factors = {name: torch.empty_like(trained[name]).copy_(mask) for name, mask in there.items()}
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
         plain = names is None and loss is None and not self.objective.forwards
         self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
-        self._extra = 0.0
 
     def run(self, batches: Iterable[Tensor], ahead: bool = True) -> None:
         """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be taken at once."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
-        before, extra = self.samples, self._extra
-        device = client.y.device
+        before, device = self.samples, client.y.device
         total, seen = torch.zeros((), device=device), 0
         stack = side_by_side.get()
         own = self.step is not Training.descend or self.loss != client.loss or type(self.optimizer) is not Optimizer
@@ -289,7 +295,7 @@ class Training:
         client.metrics["train-loss"] = float(total) / seen
         forward = client.place.forward_flops(self.network)
         step = client.place.training_flops(self.network, self.names) + self.objective.forwards * forward
-        client.flops += (self.samples - before) * step + self._extra - extra
+        client.flops += (self.samples - before) * step
         client.published_flops += (self.samples - before) * costs.published_flops(forward, self.objective.forwards > 0)
         client.state |= self.objective.remember(self.network.tensors)
 
@@ -322,12 +328,6 @@ class Training:
 
     def spend(self, samples: int, names: Iterable[str]) -> None:
         """Count a forward pass on ``samples`` more, and a backward pass that computes the gradients of ``names``."""
-        place = self.client.place
-        self._extra += samples * place.training_flops(self.network, frozenset(names))
-        self.client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
-
-
-def _factors(keep: Mapping[str, Tensor], parameters: Mapping[str, Tensor], device: torch.device) -> Tensors:
-    """Return bool positions as 0 and 1, laid out as the parameters; uint8, the same bytes, halves the time."""
-    bits = brought({name: keep[name].view(torch.uint8) for name in parameters if name in keep}, device)
-    return {name: torch.empty_like(parameters[name]).copy_(mask) for name, mask in bits.items()}
+        client, place = self.client, self.client.place
+        client.flops += samples * place.training_flops(self.network, frozenset(names))
+        client.published_flops += samples * costs.published_flops(place.forward_flops(self.network), False)
