@@ -108,7 +108,7 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
     """Return image files as the run's training images are, and the names of classes that are folders."""
     data = load_dataset(settings.model_copy(update={"normalise": "none"}))
     train = data.train_x
-    if len(train.shape) != 4 or not isinstance(train, Samples):
+    if not isinstance(train, Samples) or len(train.shape) != 4:
         raise UserError(f"dataset = {settings.dataset!r}: its samples are no images; predict reads images and tables")
     if odd := [file for file in files if file.suffix.lower() not in IMAGES]:
         raise UserError(f"{odd[0]}: must end in {', '.join(IMAGES)}, as the run's data are images")
@@ -146,6 +146,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
     scale = getattr(data.train_x, "scale", ())
     module = _OfPixels(network, scale).eval() if scale else network
     some = blank(2, data.in_shape)
+    first = some.tensors[0] if isinstance(some, Inputs) else some
     named = dict(zip(some.names, some.tensors, strict=True)) if isinstance(some, Inputs) and some.names else {}
     names = list(named) or ["input"]
     axes = {name: {0: "n"} for name in (*names, "output")}
@@ -158,7 +159,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
     except Exception as error:  # of the exporter: code of the user
         raise UserError(f"--onnx: torch cannot write this network ({one_line(error)[:200]})") from error
     what = "pixels, 0 to 255" if scale else "normalised as in the run"
-    return f"{', '.join(names)}: {list(data.train_x.shape[1:])} each, {what}"
+    return f"{', '.join(names)}: {list(first.shape[1:])} each, {what}"
 
 
 def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:

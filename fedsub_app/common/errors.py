@@ -1,5 +1,8 @@
 """The one error class whose message is written for the user, and how others are put into it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed.
@@ -27,6 +30,21 @@ def shown(value: object) -> str:
 
 def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def explained(what: str, limit: int | None = None) -> Iterator[None]:
+    """Raise :class:`UserError` in the place of all that code of others raises: ``what``, and the reason in brackets.
+
+    The reason has at most ``limit`` letters; it stands behind the colon where ``what`` ends with one.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = one_line(error)[:limit]
+        raise UserError(f"{what} {reason}" if what.endswith(":") else f"{what} ({reason})") from error
 
 
 def printable(text: str, limit: int = 200) -> str:

@@ -1,9 +1,12 @@
 """Packages and modules that are imported when a name is asked for: names and settings are there without torch."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -17,6 +20,17 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def alone(package: str, module: str) -> ModuleType:
+    """Return a module of a package without running the package's own code, which may import much more."""
+    if package in sys.modules or (spec := find_spec(package)) is None:
+        return import_module(f"{package}.{module}")
+    sys.modules[package] = module_from_spec(spec)
+    try:
+        return import_module(f"{package}.{module}")
+    finally:
+        del sys.modules[package]
 
 
 def late(package: str, *modules: str) -> Callable[[str], Any]:

@@ -6,8 +6,8 @@ It may do what the user may. A file travels to Flower's nodes in the run's bundl
 import ast
 import hashlib
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fedsub_app.common.code import text_digest
-from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.errors import UserError, explained, one_line, shown
 
 BUNDLE = Path(__file__).parents[1] / "bundle"
 OWN = "own"  # stands in the settings ``dataset`` and ``model`` for objects of the user's program
@@ -60,21 +60,25 @@ def section_of(method: str) -> str:
     return method.rpartition(":")[2].lower().replace("_", "-") if ":" in method else method
 
 
+@contextmanager
+def of_others(said: str, source: str) -> Iterator[None]:
+    """Say what fails in the code of a source, and what may bring a package that lacks; ``said``: begin of the line."""
+    with explained(f"{said}:", 300):
+        try:
+            yield
+        except ImportError as error:
+            reason = f"{one_line(error)}; `pip install {error.name or source}` may help"
+            raise UserError(f"{said}: {reason}") from error
+
+
 def named_code(key: str, text: str, kind: Any = Callable) -> Any:
     """Return what a setting names in a file or module, an object of ``kind``; :class:`UserError` where it is none."""
     source, _, name = text.rpartition(":")
     file = code_file(text)
-    try:
-        if file and not file.is_file():
-            raise UserError(f"{key} = {shown(source)}: No such file or directory")
+    if file and not file.is_file():
+        raise UserError(f"{key} = {shown(source)}: No such file or directory")
+    with of_others(f"{key} = {shown(text)}", source):
         module = _file(file) if file else import_module(source)
-    except UserError:
-        raise
-    except ImportError as error:
-        package = error.name or source
-        raise UserError(f"{key} = {shown(text)}: {one_line(error)}; `pip install {package}` may help") from error
-    except Exception as error:  # code of others
-        raise UserError(f"{key} = {shown(text)}: {one_line(error)[:300]}") from error
     found = getattr(module, name, None)
     if not isinstance(found, kind):
         there = [n for n, value in vars(module).items() if isinstance(value, kind)]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained
 from fedsub_app.common.machine import check_memory
 from fedsub_app.data.names import NPZ_KEYS
 
@@ -47,31 +47,23 @@ def read_npz(path: Path) -> tuple[Arrays, Arrays]:
     """Read a file with the keys ``NPZ_KEYS``; other keys are ignored."""
     if not path.is_file():
         raise UserError(f"{path}: not a file")
-    try:
+    with explained(f"{path}: not a readable npz file"):
         with zipfile.ZipFile(path) as archive:  # what it holds is known before any of it is unpacked
             check_memory(str(path), sum(entry.file_size for entry in archive.infolist()))
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
-    try:
         with np.load(path, allow_pickle=False) as arrays_of:
             keys = arrays_of.files
             arrays = [arrays_of[key] for key in NPZ_KEYS if key in keys]
-    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
-        raise UserError(f"{path}: not a readable npz file ({one_line(error)})") from error
-    if len(arrays) < len(NPZ_KEYS):
-        missing = [key for key in NPZ_KEYS if key not in keys]
+    if missing := [key for key in NPZ_KEYS if key not in keys]:
         raise UserError(f"{path}: missing key {', '.join(missing)} (found {', '.join(keys) or 'none'})")
     return checked(path, "train", *arrays[:2]), checked(path, "test", *arrays[2:])
 
 
 def read_npy(path: Path) -> Array:
     """Open one array without reading all of it."""
-    try:
+    with explained(f"{path}: not a readable npy file"):
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not array.ndim:
             raise ValueError("a single number")
-    except Exception as error:  # NumPy raises several types on damaged bytes
-        raise UserError(f"{path}: not a readable npy file ({one_line(error)})") from error
     return array
 
 
@@ -79,19 +71,15 @@ def read_idx(path: Path, dimensions: int) -> Array:
     """Read an idx file of unsigned bytes, or its ``.gz``: uint8 of this number of dimensions."""
     if not path.is_file():  # reading from a pipe would wait for ever
         raise UserError(f"{path}: not a file")
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.read(4 + 4 * dimensions)
-            if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
-                raise UserError(f"{path}: not an idx file of unsigned bytes with {dimensions} dimensions")
-            shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
-            count = math.prod(shape)
-            check_memory(str(path), count)
-            content = bytearray(file.read(count + 1))
-    except UserError:
-        raise
-    except Exception as error:  # gzip and zlib raise several types on damaged bytes
-        raise UserError(f"{path}: not a readable gzip file ({one_line(error)})") from error
+    opened = gzip.open if path.suffix == ".gz" else open
+    with explained(f"{path}: not a readable gzip file"), opened(path, "rb") as file:
+        header = file.read(4 + 4 * dimensions)
+        if header[:4] != bytes((0, 0, 8, dimensions)) or len(header) < 4 + 4 * dimensions:
+            raise UserError(f"{path}: not an idx file of unsigned bytes with {dimensions} dimensions")
+        shape = [int(size) for size in np.frombuffer(header[4:], dtype=">u4")]
+        count = math.prod(shape)
+        check_memory(str(path), count)
+        content = bytearray(file.read(count + 1))
     if not count:
         raise UserError(f"{path}: empty, its header is {shape}")
     if len(content) != count:

@@ -21,7 +21,7 @@ from fedsub_app.common.tasks import task_of
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.arrays import read_npz
 from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files
-from fedsub_app.data.known import HELD_OUT, LOADERS, NotHere, Source, chosen_domains
+from fedsub_app.data.known import HELD_OUT, LOADERS, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import READERS, DataSettings
@@ -115,12 +115,7 @@ def _load(settings: DataSettings, state: str) -> Dataset:
 
 def _sources(name: str, settings: DataSettings) -> dict[str, Source]:
     """Return the sources of one set, all of them: its domains, which have the same classes, or else itself."""
-    try:
-        loaded = LOADERS.get(name, _own)(name, settings)
-    except NotHere as error:
-        similar = [other for other in own_files(data_folder(settings.data_dir)) if other.startswith(name)]
-        instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
-        raise UserError(f"{error}{instead}") from error
+    loaded = LOADERS.get(name, _own)(name, settings)
     if isinstance(loaded, dict):
         return loaded
     if settings.domains:

@@ -33,7 +33,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsub_app.common.device import threads
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import cores
 from fedsub_app.common.own_code import packaged
@@ -74,14 +74,11 @@ class Backbone:
         with drawing(CPU, "backbone", self.name):
             net = getattr(models, self.name)(weights=None)
         if self.file:
-            try:
+            with explained(f"{self.file}: not torchvision's weights of {self.name}", 200):
                 state = torch.load(self.file, map_location="cpu", weights_only=True)
                 # DenseNet's file has names of before torchvision 0.3: "denselayer1.norm.1.weight".
                 new_names = {name: re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name) for name in state}
                 net.load_state_dict({new_names[name]: tensor for name, tensor in state.items()})
-            except Exception as error:  # torch's loader raises many types
-                reason = one_line(error)[:200]
-                raise UserError(f"{self.file}: not torchvision's weights of {self.name} ({reason})") from error
         if self.name == "densenet121":
             return nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
         net.fc = nn.Identity()

@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from platformdirs import user_cache_path
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained, one_line
 from fedsub_app.common.files import write_atomic
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.progress import Progress
@@ -176,18 +176,15 @@ def fingerprint(files: Sequence[Path], more: str = "") -> str:
 
 def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
     # Read from the archive itself: no member is ever written to disk, so none can be written to a wrong place.
-    try:
-        with tarfile.open(path, "r:*") as archive:
-            for member in archive:
-                parts = Path(member.name).parts[-3:]
-                if member.isfile() and _is_image(parts):
-                    if member.size > MAX_UNPACKED:
-                        raise ValueError(f"{member.name!r} of {member.size} bytes")
-                    content = archive.extractfile(member)
-                    if content is not None:
-                        yield parts, content.read()
-    except Exception as error:  # tarfile, lzma and zlib raise several types on damaged bytes
-        raise UserError(f"{path}: not a readable archive ({one_line(error)})") from error
+    with explained(f"{path}: not a readable archive"), tarfile.open(path, "r:*") as archive:
+        for member in archive:
+            parts = Path(member.name).parts[-3:]
+            if member.isfile() and _is_image(parts):
+                if member.size > MAX_UNPACKED:
+                    raise ValueError(f"{member.name!r} of {member.size} bytes")
+                content = archive.extractfile(member)
+                if content is not None:
+                    yield parts, content.read()
 
 
 def read_pixels(files: Sequence[Path], shape: Sequence[int]) -> Tensor:

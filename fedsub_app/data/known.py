@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained, one_line
 from fedsub_app.common.late import Late
 from fedsub_app.common.seeds import generator
 from fedsub_app.data import synthetic, text
 from fedsub_app.data.arrays import Array, checked, read_idx, read_npy
 from fedsub_app.data.features import impatient
 from fedsub_app.data.files import HOLD_OUT, Split, hold_out, read_files
-from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find
+from fedsub_app.data.names import EMNIST, MEDMNIST, data_folder, find, own_files
 from fedsub_app.data.settings import DataSettings
 
 torchvision_datasets = Late("torchvision.datasets")
@@ -31,10 +31,6 @@ class Source:
     test: Split
     num_classes: int
     notes: tuple[str, ...] = ()
-
-
-class NotHere(UserError):
-    """The files of a known data set are missing and cannot be downloaded."""
 
 
 Labelled = Iterable[tuple[Path, int]]
@@ -101,10 +97,8 @@ def _cifar(name: str, settings: DataSettings, kind_name: str) -> Source:
     kind = getattr(torchvision_datasets, kind_name)
     origin = f"/ (unpacked from {kind.url})"
     folder = _located(name, settings, kind.base_folder, origin, lambda root: kind(root, download=True))
-    try:
+    with explained(f"{folder}:"):  # torchvision reads only files that have the right md5
         train, test = kind(str(folder.parent), train=True), kind(str(folder.parent), train=False)
-    except Exception as error:  # pickle raises many types; torchvision reads only files that have the right md5
-        raise UserError(f"{folder}: {one_line(error)}") from error
     of_train, of_test = ((split.data, np.array(split.targets)) for split in (train, test))
     return _labelled(folder, of_train, of_test, len(train.classes))
 
@@ -116,10 +110,8 @@ def _medmnist(name: str, settings: DataSettings) -> Source:
     kind = getattr(medmnist, info["python_class"])
     origin = f" ({info['url']})"
     file = _located(name, settings, f"{name}.npz", origin, lambda root: kind(split="train", root=root, download=True))
-    try:
+    with explained(f"{file}: not a readable MedMNIST file"):
         train, test = (kind(split=split, root=str(file.parent)) for split in ("train", "test"))
-    except Exception as error:  # zipfile, zlib and NumPy raise about ten types on damaged bytes
-        raise UserError(f"{file}: not a readable MedMNIST file ({one_line(error)})") from error
     if info["task"].startswith("multi-label"):
         splits = [(checked(file, part.split, part.imgs, part.labels[:, 0])[0], part.labels) for part in (train, test)]
         x, y = zip(*((images, torch.from_numpy(labels).float()) for images, labels in splits), strict=True)
@@ -155,10 +147,8 @@ def _cub200(name: str, settings: DataSettings) -> Source:
 
 def _numbered(file: Path) -> dict[str, str]:
     """Read lines of a number and what it stands for."""
-    try:
+    with explained(f"{file}: not a readable list of numbers and values"):
         return dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not a readable list of numbers and values ({one_line(error)})") from error
 
 
 def _published(
@@ -175,15 +165,13 @@ def _published(
     origin = "" if downloads else "; torchvision cannot download it any more"
     download = (lambda root: kind(root, download=True)) if downloads else None
     root = _located(name, settings, base, origin, download, holds)
-    try:
+    with explained(f"{root}:"):
         splits = {split: kind(str(root.parent), split=split, loader=Path) for split in ("train", *test)}
         classes = splits["train"].classes  # torchvision's DTD numbers those of each split
         samples: dict[str, list[tuple[Path, int]]] = {}
         for split, listed in splits.items():
             items = (listed[n] for n in range(len(listed)))
             samples[split] = [(file, classes.index(listed.classes[label])) for file, label in items]
-    except Exception as error:  # torchvision and SciPy raise many types on damaged lists
-        raise UserError(f"{root}: {one_line(error)}") from error
     return _files(settings, root, samples["train"], [s for split in test for s in samples[split]], len(classes))
 
 
@@ -230,15 +218,17 @@ def _located(
         return path
     inside = f"/{{{', '.join(holds)}}}" if holds else ""
     missing = f"dataset = {name!r}: {data} has no {base}{inside}{origin}"
+    similar = [other for other in own_files(data) if other.startswith(name)]
+    instead = f"; found there and similar: {', '.join(similar)}" if similar else ""
     if not download:
-        raise NotHere(missing)
+        raise UserError(f"{missing}{instead}")
     try:
         data.mkdir(parents=True, exist_ok=True)
         with impatient():
             download(str(data))
     except Exception as error:  # no network, a full disk, a wrong checksum: all mean "not here"
         how = f"put it there, or start again with a network to download it (now: {one_line(error)[:200]})"
-        raise NotHere(f"{missing}; {how}") from error
+        raise UserError(f"{missing}; {how}{instead}") from error
     return data / base
 
 

@@ -11,28 +11,26 @@ PathologicalPartitioner has no mode for that, and may leave classes out.
 """
 
 import inspect
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained, one_line
+from fedsub_app.common.late import alone
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
 from fedsub_app.common.seeds import derive, generator
-from fedsub_app.data.quantity import by_quantity, least_samples
 from fedsub_app.data.samples import Dataset
 from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
+
+DRAWS = 11  # at most, until no client has too few samples; flwr-datasets makes as many of its Dirichlet draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +44,8 @@ class Partition:
 
     def class_counts(self, dataset: Dataset) -> Tensor:
         """Return the number of training samples, int64 [clients, classes]."""
-        return torch.stack(
-            [torch.bincount(dataset.train_labels[indices], minlength=dataset.label_count) for indices in self.train]
-        )
+        labels, classes = dataset.train_labels, dataset.label_count
+        return torch.stack([torch.bincount(labels[indices], minlength=classes) for indices in self.train])
 
 
 @lru_cache(maxsize=8)
@@ -91,13 +88,12 @@ def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Par
 
 def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
     """Return a JSON-able summary: ``counts[client][class]`` of the training samples, and every client's sizes."""
+    splits = {"train": partition.train, "validation": partition.validation, "test": partition.test}
     return {
         "clients": len(partition.train),
         "classes": dataset.label_count,
         "counts": partition.class_counts(dataset).tolist(),
-        "train": [len(indices) for indices in partition.train],
-        "validation": [len(indices) for indices in partition.validation],
-        "test": [len(indices) for indices in partition.test],
+        **{split: [len(indices) for indices in clients] for split, clients in splits.items()},
         "test_pool": partition.test_pool,
     }
 
@@ -156,6 +152,25 @@ def _iid(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     return list(order.tensor_split(settings.num_clients))
 
 
+def _least(settings: PartitionSettings) -> int:
+    """Return the least samples of a client of a Dirichlet draw: one to train on, one to hold out, ``min-samples``."""
+    return max(1 if settings.client_test == "labels" else 2, settings.min_samples or 0)
+
+
+def _by_quantity(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
+    """Draw the clients' sizes of random samples from a Dirichlet draw (Li et al., ICDE 2022, arXiv 2102.02079)."""
+    samples, clients, least = len(dataset.train_y), settings.num_clients, _least(settings)
+    order = torch.randperm(samples, generator=generator(settings.seed, "partition"))
+    draws = np.random.default_rng(derive(settings.seed, "sizes"))
+    for _ in range(DRAWS):
+        ends = draws.dirichlet([settings.dirichlet_alpha] * clients).cumsum()[:-1] * samples
+        parts = order.tensor_split(torch.from_numpy(ends.astype(int)))
+        if min(map(len, parts)) >= least:
+            return list(parts)
+    of = f"{samples} samples over num-clients = {clients} with {least} or more each in {DRAWS} draws"
+    raise UserError(f"dirichlet-alpha = {settings.dirichlet_alpha}: no partition of {of}")
+
+
 def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Every client for itself, with replacement: the last class takes what the rounding of the others leaves."""
     size = settings.samples_per_client or 0
@@ -189,8 +204,7 @@ def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
     With a multiple of the sources, each source's samples go to equally many clients, in the order of the names.
     """
-    groups = [(dataset.train_source == source).nonzero().flatten() for source in range(len(dataset.sources))]
-    groups = [group for group in groups if len(group)]
+    groups = [(dataset.train_source == source).nonzero().flatten() for source in dataset.train_source.unique()]
     share, rest = divmod(settings.num_clients, len(groups))
     if settings.num_clients > len(groups):
         if rest or len(groups) == 1:
@@ -228,8 +242,7 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if len(lists) != settings.num_clients:
         raise UserError(f"{prefix}: {len(lists)} lists for num-clients = {settings.num_clients}, expected one a client")
     for client, labels in enumerate(lists):
-        unknown = [label for label in labels if label >= dataset.label_count]
-        if unknown:
+        if unknown := [label for label in labels if label >= dataset.label_count]:
             raise UserError(f"{prefix}: unknown class {unknown[0]}, expected 0 to {dataset.label_count - 1}")
         if len(set(labels)) < len(labels):
             raise UserError(f"{prefix}: the list of client {client} names a class twice")
@@ -284,8 +297,14 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     """Return each client's training samples, int64: partition = "dirichlet" or "flwr:NAME"."""
     from datasets import Dataset as Table
 
-    name, key, options = _partitioner(settings)
-    partitioners = _partitioners()
+    if settings.partition == "dirichlet":
+        name, key = "DirichletPartitioner", "dirichlet-alpha"  # the key of ours that its errors are about
+        options = {"partition_by": "label", "alpha": settings.dirichlet_alpha, "self_balancing": False}
+        options["min_partition_size"] = _least(settings)
+    else:
+        name, key = settings.partition.removeprefix(FLWR), "partition"
+        options = read_options(settings.partition_options)
+    partitioners = alone("flwr_datasets", "partitioner")  # without pictures: seaborn and scipy take 1.3 s to import
     kind = getattr(partitioners, name, None)
     if kind is None:
         allowed = ", ".join(each for each in dir(partitioners) if each.endswith("Partitioner"))
@@ -298,11 +317,9 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if several or settings.partition.startswith(FLWR):  # they cut runs of rows: files may be sorted by class or source
         rows = torch.randperm(len(labels), generator=generator(settings.seed, "rows"))
     names = [dataset.sources[k] for k in sources[rows].tolist()]
-    try:
+    with explained(f"partition-options = {settings.partition_options!r}:", 200):  # of options that are none of its
         made = kind(**{k: value for k, value in ours.items() if k in takes} | options)
         made.dataset = Table.from_dict({"label": labels[rows].tolist(), "source": names, "index": rows.tolist()})
-    except Exception as error:  # of options that are none of its
-        raise UserError(f"partition-options = {settings.partition_options!r}: {one_line(error)[:200]}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
@@ -318,29 +335,9 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     return [torch.tensor(client, dtype=torch.int64) for client in clients]
 
 
-def _partitioners() -> ModuleType:
-    """Return ``flwr_datasets.partitioner``, without its package's pictures: seaborn and scipy take 1.3 s to import."""
-    name = "flwr_datasets"
-    if name in sys.modules or (spec := find_spec(name)) is None:
-        return import_module(f"{name}.partitioner")
-    sys.modules[name] = module_from_spec(spec)  # a package that was not run
-    try:
-        return import_module(f"{name}.partitioner")
-    finally:
-        del sys.modules[name]
-
-
-def _partitioner(settings: PartitionSettings) -> tuple[str, str, dict[str, Any]]:
-    """Return the class of flwr-datasets, the key of ours that its errors are about, and its options."""
-    if settings.partition != "dirichlet":
-        return settings.partition.removeprefix(FLWR), "partition", read_options(settings.partition_options)
-    options = {"partition_by": "label", "alpha": settings.dirichlet_alpha, "self_balancing": False}
-    return "DirichletPartitioner", "dirichlet-alpha", {**options, "min_partition_size": least_samples(settings)}
-
-
 _DIVIDE = {
     "iid": _iid,
-    "quantity": by_quantity,
+    "quantity": _by_quantity,
     "shards": _by_shards,
     "classes": _by_classes,
     "source": _by_source,

@@ -102,13 +102,6 @@ class LazySamples:
         """Return the samples at these positions, still to be read."""
         return LazySamples(self.read, self.index[chosen.cpu()], self.device)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Number of samples, and the shape of one; of several tensors those of the first."""
-        first = self[:1]
-        one = first.tensors[0] if isinstance(first, Inputs) else first
-        return torch.Size((len(self), *one.shape[1:]))
-
     def to(self, device: torch.device) -> "LazySamples":
         """Return them, to be taken on a device."""
         return LazySamples(self.read, self.index, device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, one_line, shown
+from fedsub_app.common.errors import UserError, explained, one_line, shown
 from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.tasks import NextToken, Task
@@ -136,10 +136,8 @@ def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":
     import pandas as pd
 
     reader, options = READERS[kind]
-    try:
+    with explained(f"{file}: not a readable {kind} file", 200):
         rows: pd.DataFrame = getattr(pd, reader)(file, **options)
-    except Exception as error:  # pandas and pyarrow raise many types on damaged files
-        raise UserError(f"{file}: not a readable {kind} file ({one_line(error)[:200]})") from error
     made = FILE in (*wanted.input, *wanted.label, wanted.group) and FILE not in rows
     return rows.assign(**{FILE: file.stem}) if made else rows
 
@@ -149,10 +147,8 @@ def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, t
     from datasets import load_dataset
 
     name = wanted.dataset.removeprefix("hf:")
-    try:
+    with explained(f"dataset = {wanted.dataset!r}:", 300):  # no network, no such name, a script of theirs
         splits = load_dataset(name)
-    except Exception as error:  # no network, no such name, a script of theirs
-        raise UserError(f"dataset = {wanted.dataset!r}: {one_line(error)[:300]}") from error
     other = next((split for split in ("test", "validation") if split in splits), None)
     if "train" not in splits:
         raise UserError(f"dataset = {wanted.dataset!r}: has {', '.join(splits)}; must have train")
@@ -215,8 +211,9 @@ def _dataset(
         stored: list[Batch]
         if isinstance(task, NextToken):
             parts = [next_tokens(encode(part), wanted.tokens) for part in texts]
-            stored, y, output = [part.x for part in parts], [part.y for part in parts], (wanted.tokens, size)
-            groups = [[of[n] for n in part.text.tolist()] if of else [] for of, part in zip(groups, parts, strict=True)]
+            stored, y, output = [x for x, _, _ in parts], [y for _, y, _ in parts], (wanted.tokens, size)
+            rows = [text.tolist() for _, _, text in parts]
+            groups = [[of[n] for n in part] if of else [] for of, part in zip(groups, rows, strict=True)]
         else:
             ids = (padded(encode(part), wanted.tokens, pad) for part in texts)
             stored = [Inputs.of(dict(zip(IDS, part, strict=True))) for part in ids]

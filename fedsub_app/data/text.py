@@ -85,26 +85,18 @@ def padded(tokens: Sequence[Sequence[int]], length: int, pad: int = PAD) -> tupl
     return ids, mask
 
 
-class NextTokens(NamedTuple):
-    """Samples of texts: tokens ``x`` and the next ones ``y``, int64 [n, length], and the ``text`` of each, int64 [n].
+def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return samples of the texts in a row, without overlap: tokens, the next ones, and the number of their text.
 
-    ``y`` is -100 behind the end of a text.
+    The first two are int64 [n, length], the next ones -100 behind the end of a text; the numbers are int64 [n].
     """
-
-    x: Tensor
-    y: Tensor
-    text: Tensor
-
-
-def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> NextTokens:
-    """Return samples of the texts in a row, without overlap."""
     starts = [(number, k) for number, text in enumerate(tokens) for k in range(0, max(len(text) - 1, 0), length)]
     x = torch.zeros(len(starts), length, dtype=torch.int64)
     y = torch.full((len(starts), length), IGNORED)
     for row, (number, k) in enumerate(starts):
         some = torch.tensor(tokens[number][k : k + length + 1], dtype=torch.int64)
         x[row, : len(some) - 1], y[row, : len(some) - 1] = some[:-1], some[1:]
-    return NextTokens(x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64))
+    return x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64)
 
 
 def python_packages() -> dict[str, Path]:

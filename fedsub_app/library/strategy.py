@@ -22,7 +22,7 @@ from fedsub_app.federation.roll import Roll
 from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
-from fedsub_app.models import base_digest, check_float32, freeze, taken_as_defined, tensors_of, ties
+from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties
 from fedsub_app.models.sources import answer
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS, Method
@@ -151,7 +151,7 @@ class LibraryStrategy(Strategy):
         strategy, initial = self.build(settings, initial_arrays)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}
-        header |= {"as-defined": True} if taken_as_defined(strategy.model) else {}
+        header |= {"as-defined": True} if strategy.model in as_defined else {}
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
         federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
         federation.roll, self._roll.settings = self._roll, settings

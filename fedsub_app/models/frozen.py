@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.models.groups import adapters, executed, forget_order
+from fedsub_app.models.groups import adapters, executed
 from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
 from fedsub_app.models.units import head_names, part_names
@@ -52,17 +52,15 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":
         _add_adapters(model, trained, names, name)
-        forget_order(model)
         every = dict(model.named_parameters())
         names |= {each for each in every if ".lora_" in each}
         for each in names & every.keys():
             every[each].requires_grad_()  # which peft has switched off
         if trained.moves_base:
-            weights = {adapter.weight for adapter in adapters(every)}
             if tied := tied_weights(model):
                 what = f"{tied[0]!r} is tied, the method moves the weights of adapters one by one"
                 raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r}: {what}")
-            names |= weights
+            names |= {adapter.weight for adapter in adapters(every)}
     _freeze(model, names, torch.bfloat16 if trained.base_dtype == "bf16" else None)
     if trained.again:
         _compute_again(model, name)

@@ -19,7 +19,7 @@ from fedsub_app.models.sources import in_shape_of
 # Ends of the names of LoRA's tensors, as the package peft gives them.
 _A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-_as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose order was asked for, without an input's shape
+as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose order was asked for, without an input's shape
 
 
 class Place(NamedTuple):
@@ -84,20 +84,11 @@ def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     One that is not entered stands behind its parent; networks of the register are registered in that order.
     """
     named = dict(model.named_modules())
-    if (shape := in_shape_of(model)) is not None and model not in _orders:
+    if (shape := in_shape_of(model)) is not None and {*_orders.get(model, ())} != named.keys():  # adapters are added
         _orders[model] = _order(model, shape)
     if shape is None:
-        _as_defined.add(model)
+        as_defined.add(model)
     return [(name, named[name]) for name in _orders.get(model, named)]
-
-
-def taken_as_defined(model: nn.Module) -> bool:
-    """Say whether somebody asked for the order of a network's layers, and was told that of their definition."""
-    return model in _as_defined
-
-
-def forget_order(model: nn.Module) -> None:
-    _orders.pop(model, None)
 
 
 def _order(model: nn.Module, in_shape: Shape) -> list[str]:
@@ -196,19 +187,16 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
             raise ValueError(f"width of {group.name} = {width}: allowed is 1 to {group.size}")
     small = copy.deepcopy(model)
     small.zero_grad(set_to_none=True)
-    tensors = tensors_of(small)
+    whole = tensors_of(small)
+    cut = {name: tensor.detach() for name, tensor in whole.items()}
     first = {group.name: torch.arange(group.size) < widths.get(group.name, group.size) for group in groups}
-    positions = kept_positions(groups, first)
-    for name, old in tensors.items():
-        new = old.detach().clone()
-        for axis in (0, 1):
-            if (name, axis) in positions:
-                new = new.index_select(axis, positions[name, axis].nonzero().flatten().to(new.device))
-        if new.shape == old.shape:
-            continue
-        owner, _, leaf = name.rpartition(".")
-        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        setattr(small.get_submodule(owner), leaf, new)
+    for (name, axis), kept in kept_positions(groups, first).items():
+        cut[name] = cut[name].index_select(axis, kept.nonzero().flatten().to(cut[name].device))
+    for name, old in whole.items():
+        if cut[name].shape != old.shape:
+            owner, _, leaf = name.rpartition(".")
+            new = nn.Parameter(cut[name], old.requires_grad) if isinstance(old, nn.Parameter) else cut[name]
+            setattr(small.get_submodule(owner), leaf, new)
     for module in small.modules():
         _read_sizes(module)
     return small

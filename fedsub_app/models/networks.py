@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, explained
 from fedsub_app.common.inputs import Shape
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import is_source, read_options
@@ -125,11 +125,9 @@ def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Modu
         weights = ResNet18_Weights.IMAGENET1K_V1
         if channels != 3:
             raise UserError(f"model = {name!r}: trained on RGB images, these have {channels} channels")
-        try:
+        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
+        with explained(f"model = {name!r}: needs {file}, from {weights.url}", 200):  # no network, a damaged file
             net = resnet18(weights=weights, progress=False)
-        except Exception as error:  # no network, a damaged file: torch's loader raises many types
-            file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
-            raise UserError(f"model = {name!r}: needs {file}, from {weights.url} ({one_line(error)[:200]})") from error
         net.fc = nn.Linear(512, num_classes)
         return net
     group_norm = {"norm_layer": partial(nn.GroupNorm, 32)} if name == "resnet18-gn" else {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
-from fedsub_app.common.own_code import named_code, packaged
+from fedsub_app.common.own_code import named_code, of_others, packaged
 
 Options = Mapping[str, Any]
 BASE = "_fedsub_base"  # attribute of a module: names of its own tensors that belong to a frozen base (frozen.py)
@@ -54,15 +54,8 @@ def fresh_names(model: nn.Module) -> frozenset[str]:
 def from_source(model: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
     """Return the network that ``model = "SOURCE:NAME"`` names, initialised from torch's global generator."""
     source, _, name = model.partition(":")
-    try:
+    with of_others(f"model = {model!r}", source):
         built = (PACKAGES.get(source) or _own)(model, name, in_shape, num_classes, options)
-    except UserError:
-        raise
-    except ImportError as error:
-        package = error.name or source
-        raise UserError(f"model = {model!r}: {one_line(error)}; `pip install {package}` may help") from error
-    except Exception as error:  # code of others
-        raise UserError(f"model = {model!r}: {one_line(error)[:300]}") from error
     if not isinstance(built, nn.Module):
         raise UserError(f"model = {model!r}: gives a {type(built).__name__}; allowed is a torch.nn.Module")
     return adopted(built, in_shape)

@@ -76,14 +76,12 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
                 raise TypeError(f"layer {child_name}: {COMPUTED}")
             if isinstance(child, nn.Linear) and name and not flat and isinstance(model.get_submodule(name), nn.Conv2d):
                 raise TypeError(f"layer {child_name} reads columns of pixels, not the channels of {name}")
+            outputs, inputs = child.weight.shape[:2]
+            if size and inputs % size:
+                raise TypeError(f"layer {child_name} has {inputs} inputs, no multiple of the {size} units of {name}")
             if size:
-                inputs = child.in_features if isinstance(child, nn.Linear) else child.in_channels
-                if inputs % size:
-                    units = f"the {size} units of {name}"
-                    raise TypeError(f"layer {child_name} has {inputs} inputs, no multiple of {units}")
                 groups.append(UnitGroup(name, size, rows, ((f"{child_name}.weight", inputs // size),)))
-            size = child.out_features if isinstance(child, nn.Linear) else child.out_channels
-            name, rows = child_name, _names(child_name, child)
+            name, size, rows = child_name, outputs, _names(child_name, child)
         elif isinstance(child, _BATCH_NORM):
             if size and child.num_features != size:  # behind a flatten it has several numbers a unit
                 raise TypeError(f"layer {child_name} has {child.num_features} features, {name} has {size} units")
