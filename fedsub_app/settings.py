@@ -257,11 +257,6 @@ class Settings(
         """The word before the method's own keys."""
         return section_of(self.method)
 
-    @property
-    def hidden_width(self) -> int | None:
-        """Units of every hidden layer of the global network, where the method sets them."""
-        return self.options.hidden_width(self)
-
     def need_data(self) -> None:
         """Raise :class:`UserError` where the clients' data are not here, but their nodes' own."""
         if self.private_examples:

@@ -3,6 +3,7 @@
 They are functions of a strategy, whose hooks (``base.py``) they call; no method overrides them.
 """
 
+import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, 
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.secure.server import Unopened
 from fedsub_app.subnets.norms import FIRST, NormGuard, norm
-from fedsub_app.subnets.privacy import epsilon, require_accountant
+from fedsub_app.subnets.privacy import epsilon
 from strategies.blocks import block_means, blocks
 from strategies.bounding import MAX_NORM, Bounds, reach
 from strategies.clock import Clock
@@ -297,4 +298,6 @@ def check_defences(strategy: Hooks) -> None:
         if buffers:
             reason = f"{buffers[0]!r} is a statistic, which noise would make negative"
             raise UserError(f"model = {settings.model!r}: not with dp-noise-multiplier above 0: {reason}")
-        require_accountant()
+        if importlib.util.find_spec("dp_accounting") is None:
+            how = "`pip install -e '.[dp]'` in the checkout"
+            raise UserError(f"dp-noise-multiplier above 0: needs the package dp-accounting; {how}")

@@ -49,9 +49,7 @@ class SecureMerging(Merging):
     def __init__(self, strategy: Hooks, clients: Sequence[int], grid: Grid) -> None:
         super().__init__(strategy)
         settings = strategy.settings
-        self._session = Session(
-            strategy.federation, grid, strategy.round, settings.secure_dropouts, settings.secure_corrupted
-        )
+        self._session = Session(strategy.federation, grid, strategy.round, settings)
         self._masks = settings.secure_masks if strategy.chooses_positions else ""
         specs = {name: spec for client in clients for name, spec in strategy.expected(client).items()}
         shapes = {name: list(tensor.shape) for name, tensor in strategy.current.items() if name in specs}

@@ -7,6 +7,8 @@ Activations: Tastan et al., FedPeWS, 2024, Section D (Figures 14 and 15). Overla
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +66,15 @@ def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) ->
     """Return hidden units' activations (ReLU outputs) summed over batch and positions: float ``[group.size]`` each."""
     activations: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            channels = torch.relu(output.detach()).movedim(-1 if isinstance(module, nn.Linear) else 1, 0)
-            activations[name] = channels.flatten(1).sum(1).view(sizes[name], -1).sum(1)
+    def keep(group: UnitGroup, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        channels = torch.relu(output.detach()).movedim(-1 if isinstance(module, nn.Linear) else 1, 0)
+        activations[group.name] = channels.flatten(1).sum(1).view(group.size, -1).sum(1)
 
-        return hook
-
-    sizes = {group.name: group.size for group in groups}
-    last = {group.name: model.get_submodule(_end(model, group)) for group in groups}
-    handles = [layer.register_forward_hook(keep(name)) for name, layer in last.items()]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for group in groups:
+            last = model.get_submodule(_end(model, group))
+            hooks.enter_context(last.register_forward_hook(partial(keep, group)))
+        model(x)
     return activations
 
 

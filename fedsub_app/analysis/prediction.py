@@ -121,15 +121,10 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
 class _OfPixels(nn.Module):
     """A network behind the normalisation of its images: pixels from 0 to 255 go in."""
 
-    white: Tensor
-    mean: Tensor
-    deviation: Tensor
-
     def __init__(self, network: nn.Module, scale: Sequence[Tensor]) -> None:
         super().__init__()
         self.network = network
-        for name, part in zip(("white", "mean", "deviation"), scale, strict=True):
-            self.register_buffer(name, part.contiguous())
+        self.white, self.mean, self.deviation = (nn.Buffer(part.contiguous()) for part in scale)
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.network((x / self.white - self.mean) / self.deviation)

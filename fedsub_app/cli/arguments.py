@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.common.conf_files import experiments, tables
+from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.spelling import parse_pairs
 
@@ -14,26 +14,23 @@ if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
 
-def complete_methods(incomplete: str) -> list[str]:
+# Completions: typer leaves out those that do not begin as the word does.
+def complete_methods() -> list[str]:
     from fedsub_app.runs.methods import METHODS, installed
 
-    return [name for name in dict.fromkeys([*METHODS, *installed().names]) if name.startswith(incomplete)]
+    return list(dict.fromkeys([*METHODS, *installed().names]))
 
 
 def complete_keys(incomplete: str) -> list[str]:
     from fedsub_app.runs.config import defaults  # on demand: pydantic is half of the start
 
     if incomplete.startswith("method="):
-        return [f"method={name}" for name in complete_methods(incomplete.removeprefix("method="))]
-    return [f"{key}=" for key in defaults() if f"{key}=".startswith(incomplete)]
+        return [f"method={name}" for name in complete_methods()]
+    return [f"{key}=" for key in defaults()]
 
 
 def complete_experiments(incomplete: str) -> list[str]:
-    return [name for name in experiments() if name.startswith(incomplete)] + complete_keys(incomplete)
-
-
-def complete_tables(incomplete: str) -> list[str]:
-    return [name for name in tables() if name.startswith(incomplete)]
+    return [*experiments(), *complete_keys(incomplete)]
 
 
 Words = Annotated[

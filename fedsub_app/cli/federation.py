@@ -145,11 +145,24 @@ def connect(
     name: Annotated[str, Option(help="name of the connection, for --engine")] = "federation",
 ) -> None:
     """Let this machine's user start runs on a federation elsewhere."""
-    from fedsub_app.deployment import node, users
+    from fedsub_app.deployment import flower, node
 
     ca, certificate = (path.expanduser().resolve() for path in (ca, certificate))
     node.check_superlink(superlink, ca)
-    print(users.connect_user(name, superlink, ca, certificate))
+    for path in (certificate, certificate.with_suffix(".key")):
+        if not path.is_file():
+            raise UserError(f"--certificate: {path} is not there")
+    before = flower.connections().get(name, {})
+    if before and flower.CERTIFICATE_KEY not in before:
+        raise UserError(f"--name {name}: Flower's config.toml has such a connection, to another SuperLink")
+    door = {"address": superlink, "root-certificates": str(ca), flower.CERTIFICATE_KEY: str(certificate)}
+    config = flower.connect(name, door)
+    try:
+        nodes = flower.ask("supernode", "list", name)["nodes"]
+    except UserError:
+        flower.connect(name, before)
+        raise
+    print(f"{config}: connection {name}, {len(nodes)} nodes; fedsub run … --engine {name}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -15,7 +15,6 @@ from fedsub_app.common.errors import UserError
 if TYPE_CHECKING:
     from fedsub_app.common.section import Value
 
-EXIT_FAILED = 1
 QUICKSTART = "quickstart/digits"
 
 
@@ -38,7 +37,7 @@ def run(
 ) -> int:
     """Run an experiment; without any word the quickstart, with settings alone those of pyproject.toml."""
     from fedsub_app.deployment import flower
-    from fedsub_app.runs.recorded import settings_of
+    from fedsub_app.runs.recorded import RunFailed, settings_of
 
     if workers is not None and engine != "local":  # before a SuperLink is started
         raise UserError(f"--workers {workers}: of the local engine; --engine {engine} has its own nodes")
@@ -54,7 +53,18 @@ def run(
 
             print(plan(settings))
             return 0
-        return _run_local(overrides, workers) if engine == "local" else flower.run(engine, overrides)
+        if engine != "local":
+            return flower.run(engine, overrides)
+        from fedsub_app.deployment.engines import log_to_stdout, run_local
+
+        gc.freeze()
+        gc.enable()
+        log_to_stdout()
+        run_local(overrides, workers)
+        return 0
+    except RunFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
     finally:
         gc.unfreeze()
         gc.enable()
@@ -80,18 +90,3 @@ def _set_keys(overrides: "dict[str, Value]", values: dict[str, str | bool], argu
     for key in values.keys() & overrides.keys():
         raise UserError(f"-s {key}={overrides[key]}: not beside {argument}, which sets {key}")
     overrides |= values
-
-
-def _run_local(overrides: "dict[str, Value]", workers: int | None) -> int:
-    from fedsub_app.deployment.engines import log_to_stdout, run_local
-    from fedsub_app.runs.recorded import RunFailed
-
-    gc.freeze()
-    gc.enable()
-    log_to_stdout()
-    try:
-        run_local(overrides, workers)
-    except RunFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0

@@ -6,13 +6,12 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, checked, complete_keys, complete_tables, split
+from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, checked, complete_keys, split
+from fedsub_app.common.conf_files import tables
 
 
 def reproduce(
-    name: Annotated[
-        str, Argument(help="a table of `fedsub list tables`, or a TOML file", autocompletion=complete_tables)
-    ],
+    name: Annotated[str, Argument(help="a table of `fedsub list tables`, or a TOML file", autocompletion=tables)],
     words: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="settings of every run")] = None,
     pairs: Pairs = None,
     seeds: Annotated[

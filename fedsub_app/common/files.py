@@ -6,6 +6,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from uuid import uuid4
@@ -16,12 +17,8 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
     from fedsub_app.common.section import Json
 
 CHECKSUM = "crc32"
+private = partial(os.open, mode=0o600)  # opener of files that their owner alone may read
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file that a new one's owner alone may read; an ``opener`` of :func:`open`."""
-    return os.open(path, flags, 0o600)
 
 
 def make_folder(folder: Path) -> None:
@@ -47,7 +44,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object], wait
     mode = 0o666 & _mode(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}")  # several machines may write to one cache folder
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 CLASSES = ("classification",)  # tasks in which a sample is of one class
 OWN = "own:"  # begins the name of an object of the program
-KINDS = ("global", "global-local", "personal", "global-local-validation", "personal-validation")  # of evaluation
+ON_TEST_DATA = ("global", "global-local", "personal")  # kinds of evaluation
+KINDS = (*ON_TEST_DATA, "global-local-validation", "personal-validation")
 
 
 class Score(NamedTuple):

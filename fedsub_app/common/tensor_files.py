@@ -41,7 +41,12 @@ def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None, wait: bool = True
 ) -> None:
     """Write named tensors and texts as :func:`~fedsub_app.common.files.write_atomic` does."""
-    apart, texts = _apart(tensors), dict(header or {})
+    apart, texts, known = Tensors(), dict(header or {}), set()
+    for name, tensor in brought(tensors).items():
+        values = tensor.detach().contiguous()
+        place = values.untyped_storage().data_ptr()
+        apart[name] = values.clone() if place in known else values  # safetensors refuses tensors that share memory
+        known.add(place)
     write_atomic(path, save(apart, texts | {CHECKSUM: _checksum(path, apart, texts)}), wait)
 
 
@@ -70,14 +75,3 @@ def _checksum(path: Path, tensors: Tensors, texts: Mapping[str, str]) -> str:
     for _, tensor in named:
         checksum = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors on the CPU, copied where they share memory, which safetensors refuses."""
-    copies, known = {}, set()
-    for name, tensor in brought(tensors).items():
-        values = tensor.detach().contiguous()
-        place = values.untyped_storage().data_ptr()
-        copies[name] = values.clone() if place in known else values
-        known.add(place)
-    return copies

@@ -10,23 +10,14 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
+from fedsub_app.reports import pictures
 from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of
 from fedsub_app.reports.export import csv_of, rows_of_rounds
-from fedsub_app.reports.pictures import (
-    MAX_LABELS,
-    axes_of,
-    colour,
-    dashes,
-    draw_against_bytes,
-    short_names,
-    svg_of_curves,
-    svg_of_lines,
-)
 from fedsub_app.reports.records import NOT_COMPARED, differing_keys, named_runs
 from fedsub_app.runs.masks import last_masks
-from fedsub_app.runs.methods import reported
+from fedsub_app.runs.methods import METHODS
 
 MEANING = {
     "global": "the global model on the global test set",
@@ -53,7 +44,7 @@ def write_html(groups: Sequence[Group], target: Path, title: str, command: str, 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     content = _content(groups, target.parent) | {"title": title, "command": command, "note": note}
-    content["against_bytes"] = draw_against_bytes(groups)
+    content["against_bytes"] = pictures.draw_against_bytes(groups)
     runs = dict(named_runs([record for group in groups for record in group.records]))
     made = ("commit", "code", "versions", "machine")
     numbers = [
@@ -78,11 +69,11 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     rows, score = curves(groups), groups[0].records[0].score
     return {
         "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(records)},
-        "styles": [(colour(number), dashes(number)) for number in range(max(len(groups), len(KINDS)))],
+        "styles": [(pictures.colour(k), pictures.dashes(k)) for k in range(max(len(groups), len(KINDS)))],
         "one": len(groups) == 1,
         "summary": summary_table(groups),
         "served": served_table(groups),
-        "curves": [_row(title, lines, axes_of(groups)) for title, lines in rows.items()],
+        "curves": [_row(title, lines, pictures.axes_of(groups)) for title, lines in rows.items()],
         "losses": [_row(title, lines, ["round"]) for title, lines in curves(groups, losses_of).items()],
         "seeds": max(len(group.records) for group in groups) > 1,
         "score": score.name,
@@ -107,18 +98,18 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
 
 
 def _row(title: str, lines: Sequence[Curve], axes: Sequence[str]) -> dict[str, Any]:
-    keys = [(line.number, name, line.label) for line, name in zip(lines, short_names(lines), strict=True)]
+    keys = [(line.number, name, line.label) for line, name in zip(lines, pictures.short_names(lines), strict=True)]
     return {
         "title": title,
-        "pictures": [svg_of_curves(title, lines, axis) for axis in axes],
+        "pictures": [pictures.svg_of_curves(title, lines, axis) for axis in axes],
         "keys": keys if any(name != label for _, name, label in keys) else [],
-        "many": len(lines) > MAX_LABELS,
+        "many": len(lines) > pictures.MAX_LABELS,
     }
 
 
 def _clients(groups: Sequence[Group]) -> list[str]:
     """Return a picture for each score: the clients of all seeds from the worst to the best."""
-    pictures = []
+    drawn = []
     every = kinds_of(record for group in groups for record in group.records)
     for key, score in ((key, score) for key, score in every.items() if kind_of(key) != "global"):
         lines = {}
@@ -130,14 +121,17 @@ def _clients(groups: Sequence[Group]) -> list[str]:
                 lines[number] = (group.label, [100 * (k + 0.5) / len(values) for k in range(len(values))], values)
         if lines:
             title = score.titled(f"{kind_of(key)} {score.name}")
-            pictures.append(svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
-    return pictures
+            drawn.append(pictures.svg_of_lines(f"clients by {title}", title, "clients, the worst first (%)", lines))
+    return drawn
 
 
 def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
-    pictures: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
+    drawn: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
     masks: list[dict[str, Any]] = []
-    for key, about in reported([str(group.records[0].settings["method"]) for group in groups]).items():
+    names = {str(group.records[0].settings["method"]) for group in groups}
+    methods = [method for name, method in METHODS.items() if name in names]
+    reports = {key: about for method in methods for key, about in method.strategy.reports.items()}
+    for key, about in reports.items():
         lines = {}
         for number, group in enumerate(groups):
             of_group = [line for line in group.records[0].lines if key in line]
@@ -147,11 +141,11 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
             if scaled and about.curves:
                 title = f"{group.label}: {about.title}"
                 of_run = {k: (name, x, scaled[k]) for k, name in enumerate(about.curves)}
-                pictures.append((title, svg_of_lines(title, about.axis, "round", of_run), False))
+                drawn.append((title, pictures.svg_of_lines(title, about.axis, "round", of_run), False))
             elif scaled:
                 lines[number] = (group.label, x, scaled[0])
         if lines:
-            pictures.append((about.title, svg_of_lines(about.title, about.axis, "round", lines), True))
+            drawn.append((about.title, pictures.svg_of_lines(about.title, about.axis, "round", lines), True))
     for group in groups:
         try:
             masked = last_masks(group.records[0].folder)
@@ -160,7 +154,7 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
             continue
         if masked:
             masks.append({"label": group.label, "found": masked})
-    return {"pictures": pictures, "masks": masks}
+    return {"pictures": drawn, "masks": masks}
 
 
 def _partitions(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -2,16 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.files import read_json
 from fedsub_app.reports.curves import COSTS, LOSS, Curve, Group, costs_of, curves, losses_of
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ def dashes(number: int) -> str:
     return DASHES[number % len(DASHES)]
 
 
-def figure(width: float, height: float) -> "Figure":
+def figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> "Figure":
     from matplotlib.figure import Figure  # on demand: it costs 0.3 s of every start
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout=layout)
 
 
 def legend_beside(drawing: "Figure") -> None:
@@ -46,13 +45,11 @@ def legend_beside(drawing: "Figure") -> None:
     drawing.legend(loc="outside right upper", fontsize="small")
 
 
-@contextmanager
-def as_text() -> Iterator[None]:
+def as_text() -> AbstractContextManager[None]:
     """Draw labels as they are: letters and no outlines in SVG, no mathematics between dollar signs."""
     from matplotlib import rc_context
 
-    with rc_context({"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}):
-        yield
+    return rc_context({"svg.fonttype": "none", "text.parse_math": False, "font.size": 9})
 
 
 def spread_out(places: Sequence[float], gap: float) -> list[float]:
@@ -229,7 +226,6 @@ def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
         drawing.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     body = text.getvalue()
     body = body[body.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r' id="run(\d+)"', r' class="run\1"', body)
     body = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", body)  # figure_1, axes_1: the same in every picture
     label = escape(title, quote=True)
@@ -251,9 +247,8 @@ def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
     return f'{spans} data-labels="{escape(json.dumps({line.number: line.label for line in lines}), quote=True)}"'
 
 
-def draw_partition(folder: Path) -> Path:
-    """Draw client × class counts of the run's partition.json as circles; returns the picture."""
-    counts = read_json(folder / "partition.json")["counts"]
+def draw_partition(counts: Sequence[Sequence[int]], target: Path) -> None:
+    """Draw client × class counts as circles."""
     clients, classes = len(counts), len(counts[0])
     drawing = figure(min(16.0, 4 + 0.3 * clients), min(12.0, 1.5 + 0.25 * classes))
     axes = drawing.subplots()
@@ -263,5 +258,4 @@ def draw_partition(folder: Path) -> Path:
     axes.scatter(*zip(*points, strict=True), color=COLOURS[0])
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
     axes.set_title(f"training samples: the largest circle is {maximum}", fontsize="medium")
-    drawing.savefig(folder / "partition.png", dpi=120)
-    return folder / "partition.png"
+    drawing.savefig(target, dpi=120)

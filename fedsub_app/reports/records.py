@@ -58,7 +58,7 @@ class Record(RunData):
     def draw(self) -> None:
         """Draw the partition and, where anything was evaluated, the learning curves into the run's directory."""
         if self.partition:  # there is none where the clients' data are their nodes' own
-            draw_partition(self.folder)
+            draw_partition(self.partition["counts"], self.folder / "partition.png")
         if curves(self._alone):
             write_picture(self.plot(), self.folder / "curve.png")
 

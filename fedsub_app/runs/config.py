@@ -7,6 +7,7 @@ Keys are kebab-case in TOML and on the command line, snake_case in Python; a met
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -15,11 +16,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedsub_app.common.conf_files import conf_name, experiment_file, is_file, read_toml
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
+from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.own_code import section_of
 from fedsub_app.common.section import Listed, Section, Value, flatten, wanted
-from fedsub_app.common.spelling import check_experiment, check_keys, check_method
+from fedsub_app.common.spelling import near, one_of
 from fedsub_app.runs.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
 
@@ -70,7 +71,11 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
     for name in [*named, values.get("method")]:
         if isinstance(name, str) and register_outside(name):
             _forget()
-    check_keys(values, fields(), source)
+    known = fields()
+    for key, value in values.items():
+        if key not in known:
+            hint = near(key, known, "`fedsub list settings` shows the allowed keys")
+            raise UserError(f"{printable(key, 80)} = {shown(value)}{source}: unknown key; {hint}")
 
 
 def describe() -> dict[str, tuple[str, str, str]]:
@@ -140,7 +145,9 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     if name in extending:
         raise UserError(f"{source} = {name!r}: a circle ({' -> '.join((*extending, name))})")
     path = experiment_file(name)
-    check_experiment(name, source)
+    if not os.path.isfile(path):  # Path.is_file raises OSError where a name is longer than a file's can be
+        hint = near(name, experiments())
+        raise UserError(f"{source} = {shown(name)}: no {printable(conf_name(path))}{f'; {hint}' if hint else ''}")
     keys = flatten(read_toml(path))
     base = keys.pop("extends", None)
     check(keys, f" in {conf_name(path)}")
@@ -165,9 +172,14 @@ def _check_values(values: Mapping[str, Value]) -> None:
             raise UserError(f"{key} = {shown(value)}: must be printable text")
 
 
+def _check_method(method: object) -> None:
+    if method not in METHODS:
+        raise UserError(f"method = {shown(method)}: allowed are {one_of(str(method), METHODS)}")
+
+
 def base_keys(experiment: str, method: str) -> dict[str, Value]:
     """Return the keys of a method before single keys are set: defaults, experiment, presets."""
-    check_method(method, METHODS)
+    _check_method(method)
     chosen = _read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
     return {key: value for key, value in keys.items() if _is_of(key, method)} | dict(METHODS[method].preset)
@@ -200,7 +212,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     _check_values(given)
     values = defaults() | given
     method = values["method"]
-    check_method(method, METHODS)
+    _check_method(method)
     # An experiment may set keys of several methods, of which one is run; a key given by hand is meant to do something.
     for key, value in overrides.items():
         if not _is_of(key, method):

@@ -13,7 +13,7 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pkgutil import resolve_name
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.own_code import named_code, section_of
-from fedsub_app.common.reported import Reported
 from fedsub_app.common.section import Value
 from fedsub_app.settings import MethodSettings
 from strategies import settings as keys
@@ -175,12 +174,6 @@ def _loaded(entry: EntryPoint) -> Method:
     if not isinstance(found, Method):
         raise UserError(f"method = {entry.name!r}: {entry.value} is {shown(found)}, must be a fedsub.Method")
     return found
-
-
-def reported(methods: Collection[str]) -> dict[str, Reported]:
-    """Return the declared reports of these methods, if they are registered: key of a round's line -> its picture."""
-    strategies = [METHODS[name].strategy for name in METHODS if name in methods]
-    return {key: about for strategy in strategies for key, about in strategy.reports.items()}
 
 
 def check_name(name: str, text: str = "") -> None:

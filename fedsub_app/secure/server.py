@@ -11,6 +11,7 @@ from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Dropped
 from fedsub_app.federation.protocol import SECURE, BadReply, Spec, Task, formula_bytes
+from fedsub_app.federation.settings import DefenceSettings
 from fedsub_app.federation.wire import read_update
 from fedsub_app.secure.client import KEYS, OPENED, SHARES, to_bytes, to_rows
 from fedsub_app.secure.secagg import KEY, SEALED, SHARE, ProtocolError, Vector, neighbourhoods, unmasked
@@ -28,11 +29,8 @@ class Session:
     reason. ``bytes``: key of the round's line -> bytes of all messages.
     """
 
-    def __init__(
-        self, federation: Federation, grid: Grid, server_round: int, dropouts: float, corrupted: float
-    ) -> None:
-        self._federation, self._grid, self._round = federation, grid, server_round
-        self._dropouts, self._corrupted = dropouts, corrupted
+    def __init__(self, federation: Federation, grid: Grid, server_round: int, settings: DefenceSettings) -> None:
+        self._federation, self._grid, self._round, self._settings = federation, grid, server_round, settings
         self.dropped: list[Dropped] = []
         self.bytes = Counter[str]()
 
@@ -42,7 +40,8 @@ class Session:
         self._keys = {client: to_bytes(rows)[0] for client, rows in answers}
         if len(self._keys) < 3:  # a sum of two tells each client the other's value
             raise Unopened("fewer than 3 clients are left in secure-aggregation")
-        graph, self._least = neighbourhoods(self._keys, self._dropouts, self._corrupted)
+        settings = self._settings
+        graph, self._least = neighbourhoods(self._keys, settings.secure_dropouts, settings.secure_corrupted)
 
         def keys_for(client: int) -> Task:
             rows = to_rows([self._keys[other] for other in graph[client]])

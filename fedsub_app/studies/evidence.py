@@ -14,7 +14,7 @@ from pathlib import Path
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import read_json, to_json, write_atomic
 from fedsub_app.common.tensors import Json
-from fedsub_app.reports.curves import COSTS
+from fedsub_app.reports.curves import COSTS, deviation
 from fedsub_app.reports.records import Record, read_run
 from fedsub_app.runs.rounds import BUDGETS, spent
 
@@ -39,9 +39,7 @@ class Sample:
 def sample(values: Mapping[int, float]) -> Sample:
     """Return the sample of some seeds' numbers, at least one."""
     numbers = list(values.values())
-    return Sample(
-        statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0, len(numbers), values
-    )
+    return Sample(statistics.fmean(numbers), deviation(numbers), len(numbers), values)
 
 
 @dataclass(frozen=True)

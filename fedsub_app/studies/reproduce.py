@@ -14,7 +14,7 @@ from pathlib import Path
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
-from fedsub_app.common.score import KINDS, Score
+from fedsub_app.common.score import ON_TEST_DATA, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
 from fedsub_app.reports.compare import costs_of_groups, served_table, summary_text, verdicts
@@ -163,8 +163,6 @@ def _groups(runs: Runs, finished: bool = False) -> list[Group]:
         groups += [Group(row.label, records, row.setting)] if records else []
     return groups
 
-
-ON_TEST_DATA = [kind for kind in KINDS if "validation" not in kind]
 
 AT_BUDGET = {"round": "last round within it", "final": "score", "spent": "spent in the end"}
 

@@ -21,6 +21,7 @@ from optuna.trial import FrozenTrial
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
+from fedsub_app.common.score import ON_TEST_DATA
 from fedsub_app.common.text import markdown
 from fedsub_app.reports.compare import summary_table
 from fedsub_app.reports.curves import Group
@@ -31,8 +32,6 @@ from fedsub_app.runs.recorded import runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import facts, gpus_of, run_all, say
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, as_written, label, read_space, text_of
-
-TEST = ("global", "global-local", "personal")
 
 
 def sweep(
@@ -149,7 +148,7 @@ def write_results(sweep: Sweep, command: str) -> None:
 
 def metric_in_words(metric: str, score: str) -> str:
     """Return a metric as a sentence has it, with a warning where it is of test data."""
-    if metric in TEST:
+    if metric in ON_TEST_DATA:
         return f"{metric} TEST {score} at the end (so the best one's is too good: it was chosen by it)"
     return f"{metric.replace('-validation', ' validation')} {score} at the end"
 
@@ -158,7 +157,7 @@ def _verdict(best: Trial, sweep: Sweep) -> str:
     """Return the best trial's scores, of the data that ranked it and of the test data."""
     score, metric = sweep.score, sweep.metric
     words = [f"{score.text(statistics.fmean(best.values(metric)))} by {metric_in_words(metric, score.name)}"]
-    for kind in TEST:
+    for kind in ON_TEST_DATA:
         if kind != metric and (values := best.values(kind)):
             words.append(f"{score.text(statistics.fmean(values))} {kind} test {score.name}")
     keys = ", ".join(f"{key} = {text_of(value)}" for key, value in best.keys.items())

@@ -5,14 +5,12 @@ https://arxiv.org/abs/1710.06963, with the fixed denominator (their f̃_f) and t
 parts by the clients. Two runs are neighbours if one has, and the other lacks, the contributions of one client.
 """
 
-import importlib.util
 import secrets
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.subnets.averaging import Contribution, MaskedMean
 from fedsub_app.subnets.norms import norm
@@ -69,13 +67,6 @@ def secret_normal(shape: torch.Size) -> Tensor:
     bits = torch.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=torch.int64)
     numbers: Tensor = torch.special.ndtri(((bits & (2**52 - 1)).double() + 0.5) / 2**52).float()
     return numbers.reshape(shape)
-
-
-def require_accountant() -> None:
-    """Raise :class:`UserError` where ``dp-accounting`` is not installed."""
-    if importlib.util.find_spec("dp_accounting") is None:
-        how = "`pip install -e '.[dp]'` in the checkout"
-        raise UserError(f"dp-noise-multiplier above 0: needs the package dp-accounting; {how}")
 
 
 @lru_cache(maxsize=1024)

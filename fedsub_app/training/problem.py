@@ -54,7 +54,8 @@ class Problem:
     def of(settings: Settings) -> "Problem":
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
-        network = (in_data_folder(settings.model, settings.data_dir), settings.hidden_width, settings.model_options)
+        width = settings.options.hidden_width(settings)
+        network = (in_data_folder(settings.model, settings.data_dir), width, settings.model_options)
         start = (settings.seed, settings.head, settings.model_width, trained_part(settings))
         return _named(data, (settings.task, settings.metrics), network, start)
 
@@ -72,7 +73,7 @@ class Problem:
         ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower
         app of one's own it does not know the shape of an input.
         """
-        if settings.hidden_width:
+        if settings.options.hidden_width(settings):
             raise UserError(f"{settings.section}.width: must be 0 with a network of your own, whose width is its own")
         task = task or task_of(settings.task, settings.metrics)
         dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
