@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -46,7 +47,7 @@ def run_local(
         from fedsub_app.common.own_code import OWN
         from fedsub_app.common.tasks import registered
         from fedsub_app.federation.workers import local_grid
-        from fedsub_app.runs.node import given
+        from fedsub_app.runs.node import named
         from fedsub_app.training.problem import Problem
 
     if (model is None) != (data is None):
@@ -55,17 +56,14 @@ def run_local(
         overrides = {**overrides, "task": registered(task)}
     if workers is not None and workers < 1:
         raise UserError(f"workers = {workers}: must be 1 or more, or None for one a core")
-    app: App = "fedsub_app.client_app"
-    problem = None
     if model:
         for key in ("model", "dataset"):
             if key in overrides:
                 raise UserError(f"{key} = {overrides[key]!r}: not with model= and data=")
         overrides = {**overrides, "model": getattr(model, "__name__", OWN), "dataset": OWN}
     settings = settings_of(overrides)
-    if model:
-        problem = Problem.own(model, data, settings, traced=True)
-        app = NodeApp(given(problem), __name__)
+    problem = Problem.own(model, data, settings, traced=True) if model else None
+    app: App = NodeApp(partial(named, problem=problem), __name__) if problem else "fedsub_app.client_app"
     on_gpu = pick_device(settings.device).type == "cuda"
     if workers is None:
         workers = len(visible_gpus()) if on_gpu else cores()
@@ -126,8 +124,6 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 def log_to_stdout() -> None:
     """Log plain lines to the current stdout, which Flower replaces to stream it."""
-    handler = _Lines(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler]
+    log.handlers[:] = [_Lines(sys.stdout)]
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -50,11 +50,12 @@ class Federation:
     processes: dict[str, Process] = field(default_factory=dict)
 
 
-def read(folder: Path) -> Federation | None:
-    """Return the federation of a folder, ``None`` where there is none."""
+def read(folder: Path) -> Federation:
+    """Return the federation of a folder; :class:`UserError` where there is none."""
     path = folder / STATE
     if not path.exists():
-        return None
+        command = f"fedsub federation up --dir {shlex.quote(str(folder))}"
+        raise UserError(f"{path}: not there; `{command}` starts a federation")
     try:
         content = read_json(path)
         content["processes"] = {name: Process(**process) for name, process in content["processes"].items()}
@@ -72,10 +73,10 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     :class:`UserError`: another one runs there, or something does not start; then all that was started is ended.
     """
     folder = folder.resolve()
-    known = read(folder)
-    before = running(known.processes) if known else {}
+    known = read(folder) if (folder / STATE).exists() else Federation()
+    before = running(known.processes)
     given = {key: value for key, value in changes.items() if value is not None}
-    federation = _configured(folder, known or Federation(), bool(before), given)
+    federation = _configured(folder, known, bool(before), given)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys = None if federation.insecure else folder / "keys"
     if keys:
@@ -252,7 +253,7 @@ def nodes_online(connection: str) -> dict[str, str]:
 def down(folder: Path) -> list[str]:
     """End the federation of a folder; returns the names of the processes that ran. Its files stay."""
     folder = folder.resolve()
-    federation = _existing(folder)
+    federation = read(folder)
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}
     names = stop(nodes) + stop(federation.processes)  # nodes first, so that they say good-bye: their keys are free then
     if flower.connections().get(federation.name, {}).get(flower.FOLDER_KEY) == str(folder):
@@ -263,7 +264,7 @@ def down(folder: Path) -> list[str]:
 def status(folder: Path) -> tuple[bool, list[str]]:
     """Return whether all processes of a folder's federation run and its nodes are online, and lines about each."""
     folder = folder.resolve()
-    federation = _existing(folder)
+    federation = read(folder)
     alive = running(federation.processes)
     security = "insecure" if federation.insecure else "TLS, node keys"
     lines = [
@@ -281,11 +282,3 @@ def status(folder: Path) -> tuple[bool, list[str]]:
         complete = complete and len(online) >= federation.nodes
         lines.append(f"{len(online)} nodes are online: {' '.join(online)}")
     return complete, lines
-
-
-def _existing(folder: Path) -> Federation:
-    federation = read(folder)
-    if federation is None:
-        command = f"fedsub federation up --dir {shlex.quote(str(folder))}"
-        raise UserError(f"{folder / STATE}: not there; `{command}` starts a federation")
-    return federation

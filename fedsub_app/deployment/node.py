@@ -74,23 +74,20 @@ class Node:
         folders = {"data-dir": self.data, "private-data": self.private, "state-dir": self.state}
         place |= {key: f'"{path}"' for key, path in folders.items() if path}
         config = " ".join(f"{key}={value}" for key, value in place.items())
-        here = [f"--host={commands.LOOPBACK}", f"--port={self.port}"]
-        where = [f"--superlink={self.superlink}", *here, f"--node-config={config}"]
-        return ["flower-supernode", *(trust if self.key else ["--insecure"]), *where]
+        where = [f"--superlink={self.superlink}", f"--host={commands.LOOPBACK}", f"--port={self.port}"]
+        return ["flower-supernode", *(trust if self.key else ["--insecure"]), *where, f"--node-config={config}"]
 
     def unit(self, user: str) -> str:
         """Return a systemd unit that runs the node as a user, and starts it again whatever it ends with."""
         named = {"--key": self.key, "--ca": self.ca, "--data": self.data, "--private-data": self.private}
-        files = {option: path for option, path in named.items() if path}
-        for option, path in (files | {"--state": self.state}).items():
+        paths = {option: path for option, path in named.items() if path} | {"--state": self.state}
+        for option, path in paths.items():
             if re.search(r"[\s\"'\\%$]", str(path)):
                 raise UserError(f"{option} {path}: a unit takes no spaces, quotes, % and $")
         program = Path(sys.executable).parent / "fedsub"
-        homes = [
-            path.is_relative_to(home) for path in (program, self.state, *files.values()) for home in ("/home", "/root")
-        ]
+        homes = [path.is_relative_to(home) for path in (program, *paths.values()) for home in ("/home", "/root")]
         options = {"--superlink": self.superlink, "--partition": self.partition, "--partitions": self.partitions}
-        options |= files | {"--state": self.state, "--port": self.port}
+        options |= paths | {"--port": self.port}
         words = [program, "federation", "node", *(word for pair in options.items() for word in pair)]
         command = " ".join(map(str, words if self.key else [*words, "--insecure"]))
         home = "read-only" if any(homes) else "yes"

@@ -6,7 +6,6 @@ neither a node nor a resumed run reads it again.
 """
 
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -16,10 +15,13 @@ from pydantic import Field, ValidationError
 
 from fedsub_app.common.conf_files import conf_folder, is_file, read_toml
 from fedsub_app.common.errors import shown
+from fedsub_app.common.late import Late
 from fedsub_app.common.section import AmountOrNone, NonNegative, Section, wanted
 
-if TYPE_CHECKING:  # torch takes seconds
+if TYPE_CHECKING:
     from torch import Tensor
+
+torch, seeds = Late("torch"), Late("fedsub_app.common.seeds")  # torch takes seconds
 
 
 class Device(Section):
@@ -48,17 +50,16 @@ class _File(Section):
 
 
 class Devices:
-    """The clients' devices: the clients, in an order that the seed shuffles, are cut into the classes' shares."""
+    """The clients' devices: the clients, in an order that the seed shuffles, are cut into the classes' shares.
 
-    def __init__(self, classes: Sequence[Device], num_clients: int, seed: int) -> None:
-        from torch import randperm
+    ``text``: the setting ``devices``, as :func:`checked` returns it.
+    """
 
-        from fedsub_app.common.seeds import generator
-
-        self.classes, self.seed, start = tuple(classes), seed, 0
-        order = randperm(num_clients, generator=generator(seed, "devices")).tolist()
+    def __init__(self, text: str, num_clients: int, seed: int) -> None:
+        self.classes, self.seed, start = _classes(text), seed, 0
+        order = torch.randperm(num_clients, generator=seeds.generator(seed, "devices")).tolist()
         self._of: dict[int, Device] = {}
-        for device, total in zip(classes, accumulate(device.share for device in classes), strict=True):
+        for device, total in zip(self.classes, accumulate(device.share for device in self.classes), strict=True):
             self._of |= dict.fromkeys(order[start : (start := round(num_clients * total))], device)
 
     def of(self, client: int) -> Device:
@@ -74,17 +75,11 @@ class Devices:
 
     @lru_cache(maxsize=4)  # noqa: B019  (devices_of keeps few of these objects)
     def _draws(self, server_round: int, purpose: str) -> "Tensor":
-        from torch import float64, rand
-
-        from fedsub_app.common.seeds import generator
-
-        return rand(len(self._of), dtype=float64, generator=generator(self.seed, server_round, purpose))
+        draws = seeds.generator(self.seed, server_round, purpose)
+        return torch.rand(len(self._of), dtype=torch.float64, generator=draws)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=4)
-def devices_of(text: str, num_clients: int, seed: int) -> Devices:
-    """Return the clients' devices; ``text``: the setting ``devices``, as :func:`checked` returns it."""
-    return Devices(_classes(text), num_clients, seed)
+devices_of = lru_cache(maxsize=4)(Devices)
 
 
 def presets() -> dict[str, Path]:

@@ -91,8 +91,7 @@ class Roll:
 
     def _missing(self) -> str:
         announced = max((node.num_partitions for node in self.nodes.values()), default=1)
-        have = {node.partition_id for node in self.nodes.values()}
-        absent = [number for number in range(announced) if number not in have]
+        absent = sorted({*range(announced)} - {node.partition_id for node in self.nodes.values()})
         if self.settings.min_nodes:
             short = self.settings.min_nodes - len(self.nodes)
             return f"{short} of min-nodes = {self.settings.min_nodes}" if short > 0 else ""
@@ -140,13 +139,24 @@ class Roll:
 
     def _admitted(self, node_id: int, reply: Message) -> Node:
         """Return the node that has answered the roll call; :class:`BadReply` where it cannot take part."""
-        node = _read_roll_call(node_id, reply)
-        count = next(iter(self.nodes.values()), node).num_partitions
-        if self.met and node.num_partitions != count:
-            raise BadReply(f"num-partitions = {node.num_partitions}: the other nodes say {count}")
-        if self.settings.private_examples and node.num_partitions != self.settings.num_clients:
+        if reply.has_error():
+            raise BadReply(f"did not answer the roll call: {brief(reply.error.reason)}")
+        answer, _ = unpack_reply(reply.content, {})
+        if "error" in answer:
+            raise BadReply(str(answer["error"]))
+        number, count = answer.get("partition-id"), answer.get("num-partitions")
+        if type(number) is not int or type(count) is not int or not 0 <= number < count <= MAX_NODES:
+            said = f"partition-id, num-partitions = {number}, {count}"
+            raise BadReply(f"{said}: must be integers, 0 <= id < num <= {MAX_NODES}")
+        if differing := differing_versions(answer.get("versions")):
+            log.warning("node %s has %s: its numbers may differ in the last digits", node_id, differing)
+        node = Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
+        others = next(iter(self.nodes.values()), node).num_partitions
+        if self.met and count != others:
+            raise BadReply(f"num-partitions = {count}: the other nodes say {others}")
+        if self.settings.private_examples and count != self.settings.num_clients:
             clients = f"num-clients = {self.settings.num_clients} where each node has private data"
-            raise BadReply(f"num-partitions = {node.num_partitions}: must be {clients}")
+            raise BadReply(f"num-partitions = {count}: must be {clients}")
         if self.device == "cuda" and node.simulated and not node.gpu:
             raise BadReply(
                 "it sees no GPU, the server uses one: its connection needs a share of them, which "
@@ -179,21 +189,6 @@ def wake(grid: Grid) -> None:
 def _roll_call(node_ids: Iterable[int], header: Json) -> list[Message]:
     content = pack(header | {"code": code_digest(), "phase": MessageType.QUERY}, [])
     return [Message(content, node_id, MessageType.QUERY, group_id="roll call") for node_id in node_ids]
-
-
-def _read_roll_call(node_id: int, reply: Message) -> Node:
-    if reply.has_error():
-        raise BadReply(f"did not answer the roll call: {brief(reply.error.reason)}")
-    answer, _ = unpack_reply(reply.content, {})
-    if "error" in answer:
-        raise BadReply(str(answer["error"]))
-    number, count = answer.get("partition-id"), answer.get("num-partitions")
-    if type(number) is not int or type(count) is not int or not 0 <= number < count <= MAX_NODES:
-        said = f"partition-id, num-partitions = {number}, {count}"
-        raise BadReply(f"{said}: must be integers, 0 <= id < num <= {MAX_NODES}")
-    if differing := differing_versions(answer.get("versions")):
-        log.warning("node %s has %s: its numbers may differ in the last digits", node_id, differing)
-    return Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
 
 
 def differing_versions(theirs: object) -> str:

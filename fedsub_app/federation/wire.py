@@ -142,8 +142,7 @@ class Stack:
             spec.check(name, array.dtype, sizes)
         if rows > self.uses:
             raise BadReply(f"tensor {name!r}: {rows} rows, of which at most {self.uses} are used")
-        count = math.prod(sizes)
-        row_bytes = (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+        row_bytes = Spec(sizes, dtype).nbytes
         if len(array.data) != rows * row_bytes:
             raise BadReply(f"tensor {name!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {shape}")
         self._spec, self._good = spec, False

@@ -100,12 +100,8 @@ class WorkerGrid(LocalGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self._collect(0)
+        self.wait(0)
         return super().pull_messages(message_ids)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until a reply has come, at most ``seconds``."""
-        self._collect(seconds)
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -118,7 +114,8 @@ class WorkerGrid(LocalGrid):
         self._workers[node] = WorkerProcess(self._name, node, len(self.contexts), self._start, others, gpu)
 
     @_limits()
-    def _collect(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Take the replies that have come; wait at most ``seconds`` for the first one."""
         node_of: dict[Any, int] = {worker.socket: node for node, worker in self._workers.items()}
         for ready in wait_for(list(node_of), seconds) if node_of else ():
             node = node_of[ready]
@@ -241,7 +238,8 @@ def _send(to: socket.socket, about: dict[str, Any], content: RecordDict) -> None
     sizes = [(key, array.dtype, array.shape, array.stype, len(array.data)) for key, array in records.items()]
     text = content.config_records[HEADER]["json"].decode("latin-1") if HEADER in content.config_records else ""  # type: ignore[union-attr]
     head = json.dumps({**about, "header": text, "arrays": sizes}).encode()
-    with _file_in_memory() as file:
+    memory = hasattr(os, "memfd_create")
+    with open(os.memfd_create("fedsub"), "w+b") if memory else tempfile.TemporaryFile() as file:
         file.write(len(head).to_bytes(LENGTH, "little") + head)
         for array in records.values():
             file.write(array.data)
@@ -266,7 +264,3 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], RecordDict]:
         arrays[key].data = view[start : start + size]  # type: ignore[assignment]  # Flower's constructor takes bytes only
         start += size
     return about, RecordDict({HEADER: ConfigRecord({"json": about["header"].encode("latin-1")}), TENSORS: arrays})
-
-
-def _file_in_memory() -> Any:
-    return open(os.memfd_create("fedsub"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()

@@ -17,11 +17,11 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.run_files import initial_model, state_folder
 from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, task_of
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Json
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
 from fedsub_app.models import Network, head_names, layer_groups, other_base, ties
-from fedsub_app.runs.config import resolve
+from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places, settings_from
 from fedsub_app.settings import Settings
@@ -74,17 +74,21 @@ def client_app(
     @lru_cache(maxsize=CLIENTS)
     def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
         samples = _loaded(data, node.context, client, settings)
-        used = task_for(settings, task, loss, metrics)
+        if task and settings.task != (name := registered(task)):
+            raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
+        used = task_of(settings.task, settings.metrics)
+        used = with_loss(used, loss) if loss else used
+        used = with_metrics(used, metrics) if metrics else used
         problem = Problem.own(model, samples, settings, used, bool(node.in_shape), collate)
         problem.check_start()
         if node.in_shape and node.in_shape != (came := problem.data.in_shape):
             raise UserError(
                 f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {shape_shown(came)}"
             )
-        device = pick_device(settings.device, settings.gpu_exact)
+        device, initial = pick_device(settings.device, settings.gpu_exact), partial(initial_model, node.folder)
         if settings not in networks:
             network = Network(problem.network().to(device))
-            if (tied := ties(network.module)) and (known := tied.keys() & node.initial().keys()):
+            if (tied := ties(network.module)) and (known := tied.keys() & initial().keys()):
                 what = f"{min(known)!r} is tied to {tied[min(known)]!r}"
                 raise UserError(f"model = {problem.name!r}: {what}; give model= to the strategy")
             networks.clear()
@@ -93,13 +97,16 @@ def client_app(
             _check_order(problem, settings, model)
         partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
-        place = Workplace(settings, problem, partition, networks[settings], device, node.initial, how)
+        place = Workplace(settings, problem, partition, networks[settings], device, initial, how)
         if place.base != node.base:
             raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
         return place
 
     def source(text: str, header: Json, context: Context) -> Places:
-        settings, node = settings_from(text, ""), _Node.of(header, context)
+        settings, folder = settings_from(text, ""), state_folder(header, context.node_config)
+        config = {**context.node_config, "partition-id": 0, "num-partitions": 0}
+        shape, base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
+        node = _Node(context, folder, shape, base, bool(header.get("as-defined")), tuple(sorted(config.items())))
         if head and settings.head not in ("", head):
             raise UserError(f"head = {head!r} of client_app: the strategy's is {settings.head!r}")
         if optimizer:
@@ -118,15 +125,6 @@ def private_data(context: Context) -> object:
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)
     return (data.train_x[:], data.train_y), (data.test_x[:], data.test_y)
-
-
-def task_for(settings: Settings, task: Task | None, loss: Loss | None, metrics: Metrics | None) -> Task:
-    """Return the task of a run, with the user's parts; None for the usual ones."""
-    if task and settings.task != (name := registered(task)):
-        raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
-    used = task_of(settings.task, settings.metrics)
-    used = with_loss(used, loss) if loss else used
-    return with_metrics(used, metrics) if metrics else used
 
 
 def with_loss(task: Task, mean: Loss) -> Task:
@@ -170,12 +168,9 @@ def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
 
 def _check_optimizer(settings: Settings) -> None:
     """Refuse the keys and methods that do nothing, or something else, with an optimizer of the user's."""
-    for key, value, allowed in (
-        ("optimizer", settings.optimizer, "sgd"),
-        ("momentum", settings.momentum, 0.0),
-        ("weight-decay", settings.weight_decay, 0.0),
-    ):
-        if value != allowed:
+    given, usual = settings.flat(), defaults()
+    for key in ("optimizer", "momentum", "weight-decay"):
+        if (value := given[key]) != (allowed := usual[key]):
             raise UserError(f"{key} = {value!r}: must be {allowed!r} with optimizer= of client_app, which replaces it")
     if METHODS[settings.method].strategy.computes_with_sgd:
         reason = f"method = {settings.method!r}, which computes with SGD's steps"
@@ -192,17 +187,6 @@ class _Node:
     base: str
     as_defined: bool  # whether the server takes the layers in the order of their definition
     config: tuple[tuple[str, object], ...]
-
-    @staticmethod
-    def of(header: Json, context: Context) -> "_Node":
-        config = {**context.node_config, "partition-id": 0, "num-partitions": 0}
-        shape, base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
-        folder, as_defined = state_folder(header, context.node_config), bool(header.get("as-defined"))
-        return _Node(context, folder, shape, base, as_defined, tuple(sorted(config.items())))
-
-    def initial(self) -> Tensors:
-        """Return the initial global model, which the node was sent."""
-        return initial_model(self.folder)
 
 
 def _loaded(data: Load, context: Context, client: int, settings: Settings) -> object:

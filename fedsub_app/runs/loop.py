@@ -172,7 +172,8 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
-    audited = _auditor(strategy, run)
+    real = partial(append, runs_folder() / "audit.jsonl", run=run.run_id)
+    audited: Callable[..., None] = (lambda event, **about: None) if strategy.federation.simulated else real
     nodes = sorted(strategy.federation.nodes)
     audited("run begins", code=code_digest(), settings=settings.digest(), nodes=nodes, round=last + 1)
     tracking = Tracking(settings.track, run.folder, run.run_id, settings.flat())
@@ -219,10 +220,12 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             break
     if over:
         log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
-    if abandoned and (abandoned == number or abandoned >= settings.max_abandoned):
-        run.finish("failed", to_tensors(arrays))
-        audited("run failed", round=number)
-        tracking.end(completed=False)
+    failed = bool(abandoned) and (abandoned == number or abandoned >= settings.max_abandoned)
+    status = "failed" if failed else "completed"
+    summary = run.finish(status, to_tensors(arrays))
+    audited(f"run {status}", round=number)
+    tracking.end(completed=not failed)
+    if failed:
         which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
         last_line = run.lines[-1]
         reasons = [last_line.get("abandoned", ""), *(drop["reason"] for drop in last_line.get("dropped", ())[:1])]
@@ -231,9 +234,6 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             f"last reason: {'; '.join(reasons)}; checkpoint in {run.folder}",
             run.folder,
         )
-    summary = run.finish("completed", to_tensors(arrays))
-    audited("run completed", round=number)
-    tracking.end(completed=True)
     return summary
 
 
@@ -243,13 +243,6 @@ def _is_measured(run: Run, report: Json) -> bool:
     lines = [line for line in run.lines if 0 < line["round"] <= last]
     changed = [line for line in lines if line["status"] == "ok" or "measurement" in line]
     return not changed or "measurement" in changed[-1]
-
-
-def _auditor(strategy: SubnetStrategy, run: Run) -> Callable[..., None]:
-    """Return a function that writes a line into the audit log of runs on real nodes; of simulations there is none."""
-    if strategy.federation.simulated:
-        return lambda event, **about: None
-    return partial(append, runs_folder() / "audit.jsonl", run=run.run_id)
 
 
 def _evaluate(

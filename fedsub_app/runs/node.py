@@ -115,7 +115,7 @@ def _content(
         updates = [_attempt(secure_answer, folder, header, task, sent) for task, sent in tasks]
         return pack(stamp, [update_part(update) for update in updates])
     places = source(text, header, context)
-    run = partial(_run, places, settings.num_clients, folder, header)
+    run = partial(_attempt, partial(_run, places, settings.num_clients), folder, header)
     given = tasks
     tasks = [(task, {name: x for name, x in sent.items() if not name.startswith(SECRET)}) for task, sent in given]
     if how := header.get("means"):
@@ -143,37 +143,39 @@ def _noisy(settings: Settings, header: Json, update: Update, sent: Tensors) -> U
 
 
 def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
-    """Run one client's task; a failure is reported in this client's update only."""
     client = task["client"]
-    try:
-        if type(client) is not int or not 0 <= client < count:
-            raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
-        place = places(client)
-        store, merged = ClientState(folder, client), task.get("state", 0)
-        state = store.load(merged)
-        before = merged if state else 0
-        worker = METHODS[place.settings.method].client(place, client, header["round"], state)
-        worker.lr = header.get("lr", worker.lr)
-        if header["phase"] == MessageType.EVALUATE:
-            return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
-        if merged and not state:
-            worker.lost_state()
-        if header["phase"] == MEASURE:
-            return replace(worker.run_training(sent, task, measuring=True), state=(before, before))
-        update = worker.run_training(sent, task)
-        if worker.state:
-            store.save(header["round"], worker.state, merged, header["checkpoints"])
-        return replace(update, state=(before, update.state[1] or before))
-    except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
-        return _failed(client, error)
+    if type(client) is not int or not 0 <= client < count:
+        raise UserError(f"client = {client!r}: must be an integer from 0 to {count - 1}")
+    place = places(client)
+    store, merged = ClientState(folder, client), task.get("state", 0)
+    state = store.load(merged)
+    before = merged if state else 0
+    worker = METHODS[place.settings.method].client(place, client, header["round"], state)
+    worker.lr = header.get("lr", worker.lr)
+    if header["phase"] == MessageType.EVALUATE:
+        return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
+    if merged and not state:
+        worker.lost_state()
+    if header["phase"] == MEASURE:
+        return replace(worker.run_training(sent, task, measuring=True), state=(before, before))
+    update = worker.run_training(sent, task)
+    if worker.state:
+        store.save(header["round"], worker.state, merged, header["checkpoints"])
+    return replace(update, state=(before, update.state[1] or before))
 
 
 def _attempt(work: Callable[..., Update], folder: Path, header: Json, task: Json, *rest: Any) -> Update:
-    """Return a client's part in secure aggregation."""
+    """Return a client's update; a failure is reported in it, but where a simulated node's machine failed, the run ends.
+
+    It is also the run's machine, and the next client would fail as well. A real node is one of many machines.
+    """
     try:
         return work(folder, header, task, *rest)
-    except Exception as error:
-        return _failed(task["client"], error)
+    except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
+        if simulated() and (failure := machine_failure(error)):
+            raise MachineFailed(f"client {task['client']}: {failure}") from error
+        reason = printable(f"{type(error).__name__}: {error}")
+        return Update(task["client"], error=reason, lost=isinstance(error, StateGone))
 
 
 def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Update]:
@@ -189,16 +191,6 @@ def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Upd
     return updates
 
 
-def _failed(client: int, error: BaseException) -> Update:
-    """Return the update of a client that has failed; where a simulated node's machine failed, the run ends.
-
-    It is also the run's machine, and the next client would fail as well. A real node is one of many machines.
-    """
-    if simulated() and (failure := machine_failure(error)):
-        raise MachineFailed(f"client {client}: {failure}") from error
-    return Update(client, error=printable(f"{type(error).__name__}: {error}"), lost=isinstance(error, StateGone))
-
-
 # --- the workplace of a run's clients -------------------------------------------------------------------------------
 
 
@@ -212,30 +204,22 @@ def settings_text(header: Json, config: Config) -> str:
     return kept_settings(folder, header["digest"])
 
 
-def named(text: str, header: Json, context: Context) -> Places:
-    """Return the one workplace of all clients: of the data that the settings name, or of the node's private data."""
+def named(text: str, header: Json, context: Context, problem: Problem | None = None) -> Places:
+    """Return the one workplace of all clients: of the data that the settings name, or of the node's private data.
+
+    ``problem``: in the place of the named one; the run's partition shares out its samples to the clients.
+    """
     private = str(context.node_config.get("private-data", ""))
     state = state_folder(header, context.node_config)
-    if _keys(text).get("private-examples", 0) or private:
+    if not problem and (_keys(text).get("private-examples", 0) or private):
         place = _private_place(text, private, header, state)
     else:
         data_dir = str(context.node_config.get("data-dir", ""))
-        place = workplace(_read_here(settings_from(text, data_dir), data_dir), state=state, run=header.get("run", ""))
+        place = workplace(_read_here(settings_from(text, data_dir), data_dir), problem, state, header.get("run", ""))
     if header.get("base", "") != place.base:
-        settings = place.settings
-        raise UserError(f"model = {settings.model!r}: {other_base(place.base, header.get('base', ''))} the server's")
+        other = other_base(place.base, header.get("base", ""))
+        raise UserError(f"model = {place.settings.model!r}: {other} the server's")
     return lambda client: place
-
-
-def given(problem: Problem) -> Source:
-    """Return a source of one problem whose samples the run's partition shares out to the clients."""
-
-    def source(text: str, header: Json, context: Context) -> Places:
-        folder = state_folder(header, context.node_config)
-        place = workplace(settings_from(text, ""), problem, folder, header.get("run", ""))
-        return lambda client: place
-
-    return source
 
 
 def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace:
