@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -163,6 +164,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: P
 
 
 def test_the_clients_states_reach_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ClientState(tmp_path / "deleted", 0).save(1, {"w": torch.ones(2)}, 0, [])
+    shutil.rmtree(tmp_path / "deleted")
+    flush_states()  # also what earlier tests left, as a run does that was killed
     waited: list[object] = []
     monkeypatch.setattr(os, "fsync", waited.append)
     monkeypatch.setattr(files, "flush", waited.append)

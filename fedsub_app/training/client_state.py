@@ -8,6 +8,7 @@ The states of a message's clients are on disk before its reply is sent.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from fedsub_app.common import files
@@ -57,4 +58,5 @@ class ClientState:
 def flush_states() -> None:
     """Wait until the states that this process has written are on disk."""
     while _written:
-        files.flush(_written.pop())
+        with suppress(FileNotFoundError):  # of an earlier run of this process, deleted since
+            files.flush(_written.pop())
