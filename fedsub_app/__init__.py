@@ -18,7 +18,7 @@ def run(
     *,
     model: "Model | None" = None,
     data: object = None,
-    task: "Task | None" = None,
+    task: "Task | str | None" = None,
 ) -> "Record":
     """Run on the local engine, as ``fedsub run`` does; returns what the run's directory then holds.
 
@@ -28,7 +28,7 @@ def run(
     workers : processes; 1: all in this one.
     model, data : a network's class, and ``(train, test)``, each a pair of tensors or a map-style torch data set of
         pairs, in the place of the data and the network that the keys name; the keys share the samples out to clients.
-    task : an object derived from ``fedsub.Task``, in the place of the task that the keys name.
+    task : a name, as the key's, or an object derived from ``fedsub.Task``, in the place of the task that the keys name.
 
     Raises
     ------

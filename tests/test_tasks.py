@@ -320,7 +320,15 @@ def test_objects_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(task_of("own:Halved"), Task)
 
 
-def line_learnt(task: Task, **keys: Value) -> list[Json]:
+@pytest.mark.run
+def test_a_task_is_named_from_python_as_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    assert "global-rmse" in line_learnt("regression", num_rounds=1)[-1]
+    with pytest.raises(UserError, match=r"^task = 'regresion': allowed are .*, regression, "):
+        line_learnt("regresion")
+
+
+def line_learnt(task: Task | str, **keys: Value) -> list[Json]:
     """Learn the sum of three numbers with ``robust``; returns the lines of the run."""
     x = torch.randn(160, 3, generator=torch.Generator().manual_seed(0))
     pair = (x, x.sum(1))

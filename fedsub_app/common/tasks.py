@@ -287,8 +287,10 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
 TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regression(), NextToken()), strict=True))
 
 
-def registered(task: Task) -> str:
-    """Return the name by which settings name a task that is an object of this program; its processes know it too."""
+def registered(task: Task | str) -> str:
+    """Return the name by which settings name a task; one that is an object of this program its processes know too."""
+    if isinstance(task, str):
+        return task
     if not isinstance(task, Task):
         raise UserError(f"task = {task!r}: must be one of {', '.join(TASKS)}, or an object derived from fedsub.Task")
     name = next((name for name, known in TASKS.items() if known is task), f"{OWN}{type(task).__name__}")

@@ -34,7 +34,7 @@ def run_local(
     model: "Model | None" = None,
     data: object = None,
     wait: bool = False,
-    task: "Task | None" = None,
+    task: "Task | str | None" = None,
 ) -> Json:
     """Run on the local engine as :func:`fedsub_app.run` does, with its arguments and errors; returns the summary.
 

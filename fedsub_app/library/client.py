@@ -37,7 +37,7 @@ def client_app(
     *,
     model: Model,
     data: Load,
-    task: Task | None = None,
+    task: Task | str | None = None,
     loss: Loss | None = None,
     metrics: Metrics | None = None,
     collate: Collate | None = None,
@@ -55,7 +55,7 @@ def client_app(
         map-style data set of such items, of torch or the package datasets, which is read lazily where it is large. Its
         ``context.node_config`` is the node's, with the client as ``partition-id`` and the number of all clients as
         ``num-partitions``. Called once a client and process.
-    task : a task of your own, which the strategy is given as well; others are named by the strategy alone.
+    task : a task of your own, which the strategy is given as well; others need only be named to the strategy.
     loss : (output, y) -> the differentiable mean of a batch; default: the task's.
     metrics : (output, y) -> further means of a batch by name, one word each, which clients report with the score.
     collate : items of a map-style data set -> (x, y), or a mapping with ``label`` or ``labels``; default: stacks them.
