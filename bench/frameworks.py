@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench.baselines import CLASSES, LR, Data
+from bench.cases import Case, Clock, Done
 from bench.measures import BATCH, WORKERS
-from bench.peers import Case, Clock, Done
 from fedsub_app.common.tensors import Json
 
 

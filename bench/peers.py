@@ -20,22 +20,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from bench.baselines import CLASSES, IMAGE, Data, IdealPool, MaskedClients, PlainClients, State, loop_rounds
+from bench import frameworks
+from bench.baselines import CLASSES, IMAGE, IdealPool, MaskedClients, PlainClients, loop_rounds
+from bench.cases import NETWORKS, Case, Done
 from bench.flower_box import PROJECT
-from bench.measures import BATCH, DATASET, WORKERS, commit, counted, experiment, worker_grid
+from bench.measures import BATCH, DATASET, WORKERS, commit, counted, worker_grid
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.models import build_model
@@ -44,7 +45,6 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 
 OUT = PROJECT / "bench/out/peers.jsonl"
-NETWORKS = {"lenet5": 5000, "fedpews-cnn": 1000, "resnet18-gn": 200}  # samples in all, but at least a batch a client
 # Beside the packages that fedsub has. BlazeFL asks for Python 3.12, and none of them gets a torch of its own.
 INSTALL = {
     "BlazeFL": "blazefl==2.0.3",
@@ -59,79 +59,6 @@ SUBFEDAVG: dict[str, Value] = {  # each client prunes half in the first round, w
     "subfedavg.distance": 0.0, "subfedavg.score": -1.0, "subfedavg.gate-data": "test",
 }  # fmt: skip
 PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python", "--target")
-
-
-class Case(NamedTuple):
-    """The size of a run; ``rounds`` are the counted ones."""
-
-    network: str
-    clients: int
-    rounds: int
-    folder: Path  # of the images
-
-    @property
-    def samples(self) -> int:
-        """Each client's."""
-        return max(BATCH, NETWORKS[self.network] // self.clients)
-
-    def settings(self) -> dict[str, Value]:
-        """Return fedsub's."""
-        about = experiment(self.folder, self.clients, 1, self.rounds + 1, "cpu")
-        return about | {"model": self.network, "run-dir": str(self.folder / "run")}
-
-    def model(self) -> torch.nn.Module:
-        """Return the network that all start from; it counts its steps of training."""
-        model = build_model(self.network, IMAGE, CLASSES, 0)
-        model.register_forward_pre_hook(count)
-        return model
-
-    def data(self) -> list[Data]:
-        """Return the samples and labels of each client, as fedsub shares them out."""
-        from fedsub_app.runs.loop import prepare
-
-        torch.set_num_threads(1)
-        problem, partition, _ = prepare(resolve(self.settings()))
-        assert partition
-        x, y = cast(Any, problem.data.train_x), problem.data.train_y
-        return [
-            (x[own].contiguous(memory_format=torch.channels_last), y[own])
-            for own in map(torch.as_tensor, partition.train)
-        ]
-
-
-SEEN = {"steps": 0, "samples": 0}
-
-
-def count(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-    """Count a step of training and its samples."""
-    if model.training:
-        SEEN["steps"] += 1
-        SEEN["samples"] += len(arguments[0])
-
-
-class Done(NamedTuple):
-    """Seconds of the counted rounds, steps and samples of all where they were counted, the last global model."""
-
-    seconds: list[float]
-    steps: int | None
-    samples: int | None
-    state: State
-
-
-class Clock:
-    """The seconds between calls of :meth:`tick`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def tick(self, *_: object, **__: object) -> None:
-        """Note the time."""
-        self.times.append(time.perf_counter())
-
-    def done(self, model: torch.nn.Module) -> Done:
-        """Return the rounds after the first one, and what was seen."""
-        seconds = [end - begin for begin, end in zip(self.times[1:], self.times[2:], strict=False)]
-        return Done(seconds, SEEN["steps"], SEEN["samples"], model.state_dict())
 
 
 def loop(case: Case, kind: type[PlainClients] = PlainClients, epochs: int = 1) -> Done:
@@ -175,8 +102,6 @@ def fedsub(case: Case, workers: int, own: dict[str, Value] | None = None) -> Don
 
 def peers() -> dict[str, Callable[[Case], Done]]:
     """Return all, by name; those behind a comma have two processes."""
-    from bench import frameworks
-
     return {
         "loop": loop,
         "fedsub": partial(fedsub, workers=1),
