@@ -79,7 +79,7 @@ class RunSettings(Section):
     """The run: method, length, evaluation and files."""
 
     experiment: TextOrNone = None
-    """conf/<experiment>.toml lies between these defaults and single keys; "": none."""
+    """Name of an experiment: conf/<experiment>.toml overrides these defaults, single keys override it; "": none."""
     method: str = "fedpews"
     """A name of `fedsub list methods`, or a method of yours, "my_method.py:Foo" (docs/adding-a-method.md)."""
     num_rounds: Count = 50
@@ -87,8 +87,8 @@ class RunSettings(Section):
     max_flops: AmountOrNone = None
     """Stop after the round in which the clients' training FLOPs reach this; 0: no limit.
 
-    That round is evaluated; the run is complete, and the summary's
-    ``ended-by`` names the key. Clients whose answers were refused do not count. Flower's own loop knows no budgets.
+    That round is evaluated and the run is complete; the summary's ``ended-by`` names the key. Clients whose answers
+    were refused do not count. Flower's own loop ignores the key.
     """
     max_bytes: AmountOrNone = None
     """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
@@ -97,20 +97,21 @@ class RunSettings(Section):
     all_budgets: bool = False
     """Stop when the last of max-flops, max-bytes, max-device-seconds is used up, not the first.
 
-    Measurements for evaluations, such as HeteroFL's statistics, then count once. Tables show the score at each budget.
+    Measurements for evaluations, such as HeteroFL's statistics, then count for the last evaluation alone. Tables show
+    the score at each budget.
     """
     evaluations: Annotated[Evaluations, Field(alias="evaluate")] = ("global",)
     """Scores to measure, any of global, global-local, personal: "global, personal".
 
-    global: global model, whole test set; global-local and personal: global model and the clients' own models, each
-    client's test set. ``target-score`` and ``stop-at-score`` refer to the first one.
+    global: the global model on the whole test set; global-local: the global model on each client's test set; personal:
+    each client's own model on its test set. ``target-score`` and ``stop-at-score`` refer to the first one.
     """
     eval_every: Count = 1
     """Rounds from one evaluation to the next; the last round ends with one."""
     target_score: AmountOrNone = None
-    """Score of the task, an accuracy in percent; the summary names the round that reached it; 0: none.
+    """Target of the task's score, an accuracy in percent; the summary names the first round that reaches it; 0: none.
 
-    Reached: at least as good, where a low score is good at most this.
+    It is reached at this value or above; where a low score is good, at this value or below.
     """
     stop_at_score: AmountOrNone = None
     """Stop, as max-flops does, when the first score of ``evaluate`` reaches this; 0: no limit."""
@@ -126,7 +127,7 @@ class RunSettings(Section):
     keep_checkpoints: CountOrNone = 2
     """Number of latest checkpoints that are kept; 0: all."""
     track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
-    """Tracker that also gets every round's numbers, a package of its own (`pip install -e '.[mlflow]'`)."""
+    """Tracker that also gets every round's numbers; it is a separate package (`pip install -e '.[mlflow]'`)."""
 
 
 class TrainingSettings(Section):
@@ -140,21 +141,22 @@ class TrainingSettings(Section):
     model_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
     start_from: TextOrNone = None
-    """Initial global model: a .safetensors file, or a run's directory, for its last one; "": random, by the seed.
+    """Initial global model: a .safetensors file, or a run's directory for its last model; "": random, by the seed.
 
-    The server reads it. Names, shapes and types of its tensors must be the network's, with trainable those trained.
+    The server reads it. Its tensors must have the names, shapes and types of the network's; with trainable, those of
+    the trained tensors.
     """
     head: str = ""
     """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
     trainable: str = ""
     """Part that is trained and sent: lora, head, bias, norm, last-2-blocks or names of layers; "": all.
 
-    The rest is a frozen base. All but names train the head as well (docs/fine-tuning.md).
+    The rest is a frozen base. All values but names of layers train the head as well (docs/fine-tuning.md).
     """
     base_dtype: Literal["float32", "bf16"] = "float32"
-    """Type of the frozen base's parameters; bf16: the network computes in bfloat16, what is trained is float32."""
+    """Type of the frozen base's parameters; bf16: the network computes in bfloat16, trained parameters are float32."""
     gradient_checkpointing: bool = False
-    """With trainable: blocks are computed once more in the backward pass, which needs less memory and more FLOPs."""
+    """With trainable: compute blocks once more in the backward pass; this takes less memory and more FLOPs."""
     lora_rank: Count = 8
     """r of trainable = "lora"."""
     lora_alpha: Positive = 16.0
@@ -166,19 +168,20 @@ class TrainingSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
     stack_clients: bool = False
-    """Train clients of equal shape together: several times as fast on small networks, equal up to float rounding."""
+    """Train clients of equal shape together: several times faster on small networks, same results up to rounding."""
     model_width: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the units of each hidden layer of ``model`` that the global network has."""
     compile_steps: bool = False
     """Compile the steps that train the whole network on a full mini-batch; on a GPU replay them as CUDA graphs.
 
-    Equal up to float rounding. Every process compiles at its first step, which takes up to minutes, and needs a C++
-    compiler, or Triton on a GPU. Steps of parts of a network, under masks, of MOON and FedPAC are not compiled.
+    Results are equal up to float rounding. Every process compiles at its first step. This takes up to minutes and needs
+    a C++ compiler, or Triton on a GPU. Steps of parts of a network, steps under masks, and steps of MOON and FedPAC are
+    not compiled.
     """
     gpu_exact: bool = True
     """On a GPU: deterministic kernels, no TF32; false: fastest kernels, not repeatable bit for bit."""
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop"] = "sgd"
-    """Optimizer, torch's with its defaults, reset in every round unless a method says otherwise."""
+    """torch's optimizer with its defaults; its state is reset in every round unless a method says otherwise."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of sgd and rmsprop."""
     weight_decay: NonNegative = 0.0
@@ -190,7 +193,7 @@ class TrainingSettings(Section):
     prox: Literal["squared", "authors"] = "squared"
     """Term of objective = "prox": FedProx's, or FedPart's published one.
 
-    The latter is a norm that is not squared, of a client's first mini-batch alone, where its gradient is 0.
+    FedPart's term is a norm that is not squared. It acts in a client's first mini-batch alone, where its gradient is 0.
     """
     prox_mu: NonNegative = 0.01
     """Weight of objective = "prox"."""
@@ -205,8 +208,8 @@ class TrainingSettings(Section):
     local_steps: CountOrNone = None
     """Mini-batches of a round instead of local-epochs; 0: by local-epochs.
 
-    They come from as many passes as needed, each in its own order. Keys of methods that count epochs, such as
-    ``tune-epochs``, ``head-epochs`` and both of FedRep's, still count epochs.
+    The mini-batches come from as many passes as needed, each in its own order. Keys of methods that count epochs, such
+    as ``tune-epochs``, ``head-epochs`` and both keys of FedRep, still count epochs.
     """
 
 
@@ -216,19 +219,19 @@ class ScheduleSettings(Section):
     lr: Positive = 0.05
     """Learning rate of the first round."""
     lr_schedule: Literal["step", "cosine", "plateau"] = "step"
-    """How lr falls: at some rounds, along a cosine to 0 behind num-rounds, or where the score gets no better.
+    """How lr falls: at given rounds, along a cosine that reaches 0 after num-rounds, or when the score stops improving.
 
-    cosine is torch's CosineAnnealingLR; such a run gets no more rounds when it is resumed. plateau is torch's
+    cosine is torch's CosineAnnealingLR; such a run cannot be resumed with more rounds. plateau is torch's
     ReduceLROnPlateau on the first score of ``evaluate``; it multiplies lr by lr-decay.
     """
     lr_decay_at: Rounds = ()
-    """Rounds that multiply lr by lr-decay, from then on: "200, 400"."""
+    """Rounds from which on lr is multiplied by lr-decay: "200, 400"."""
     lr_decay_every: CountOrNone = None
-    """Rounds from one multiplication of lr by lr-decay to the next; 0: those of lr-decay-at alone."""
+    """Rounds from one multiplication of lr by lr-decay to the next; 0: only at the rounds of lr-decay-at."""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor of lr each time that it falls."""
     lr_patience: CountOrZero = 10
-    """Evaluations in a row without a better score that lr-schedule = "plateau" lets pass."""
+    """Evaluations in a row without a better score that lr-schedule = "plateau" tolerates."""
 
     @model_validator(mode="after")
     def _schedule_agrees(self) -> "ScheduleSettings":

@@ -1,31 +1,34 @@
-"""PruneFL, FedTiny, FedRTS, server side: sparse networks that are regrown by what clients say of their gradients.
+"""PruneFL, FedTiny, FedRTS, server side: sparse networks that regrow by what clients report of their gradients.
 
 PruneFL: Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient Federated Learning on Edge
 Devices, IEEE Transactions on Neural Networks and Learning Systems 2022, https://arxiv.org/abs/1909.12326, Algorithm 2.
 Clients send the root of the mean squared gradient of every weight. The smallest ``share`` of each layer's kept weights
-may go, the pruned ones may come back: those stay that make the sum of squared gradients over a round's time largest.
+may go, and the pruned ones may come back. The server keeps the weights that make the sum of squared gradients over a
+round's time largest.
 FedTiny: Huang, Zhang, Sun, Fang, Yuan, Wu: Distributed Pruning Towards Tiny Neural Networks in Federated Learning,
 ICDCS 2023, https://arxiv.org/abs/2212.01977. The server prunes the initial network by magnitude into ``candidates``
-whose layers have densities of their own. In round 1 clients answer with each one's loss, BatchNorm adapted to their
-data; that of the smallest mean loss is trained. Clients then send the largest gradients of pruned weights in one block
-of layers. Weights with the largest mean grow, and as many of the smallest kept weights are pruned.
+whose layers have densities of their own. In round 1 clients answer with each candidate's loss, BatchNorm adapted to
+their data; the candidate of the smallest mean loss is trained. Clients then send the largest gradients of pruned
+weights in one block of layers. Weights with the largest mean grow, and as many of the smallest kept weights are pruned.
 FedRTS: Huang, Yang, Chen, Ye, Wu: FedRTS: Federated Robust Pruning via Combinatorial Thompson Sampling, NeurIPS 2025,
 https://arxiv.org/abs/2501.19122. Each weight has a Beta distribution of its worth. A kept weight's outcome in a round
 says whether it would stay if the share were pruned: in the merged model, times ``1 - gamma``, and in the clients'
-models, times ``gamma``. Clients name pruned weights with the largest gradients, whose outcome is ``(1 - gamma) / 2``
-plus ``gamma`` times the share of clients that name them. The largest draws of each layer are kept.
+models, times ``gamma``. Clients name the pruned weights with the largest gradients. The outcome of a pruned weight is
+``(1 - gamma) / 2`` plus ``gamma`` times the share of clients that name it. The largest draws of each layer are kept.
 
 Checked against the authors' code, PruneFL: https://github.com/jiangyuang/PruneFL (control, bases/fl/simulation), the
 others: https://github.com/FedPruning/FedPruning (api/distributed/fedtinyclean, without candidates and blocks, and
 fedrts); of these two papers the abstracts were read. Deviations, and points that they leave open:
 - the share is FedDST's cosine; PruneFL's authors halve 0.3 every 10,000 rounds. BatchNorm and biases are dense.
-- gradients are those after the training, on a mini-batch, with PruneFL on a pass; its authors sum over all steps.
+- gradients are taken after the training, on a mini-batch, with PruneFL on a pass; PruneFL's authors sum over all steps.
   Clients count by ``weighting``.
-- PruneFL begins at random positions (authors: after a pruning at one client), FedRTS too (with the largest weights).
-- PruneFL's ``density`` is also the upper bound (the code's ``--max-density``) unless fewer may go. All weights take the
-  same time; the authors measure it on their devices, layer by layer.
+- PruneFL begins at random positions (authors: after a pruning at one client); FedRTS too (authors: with the largest
+  weights).
+- PruneFL's ``density`` is also the upper bound (the code's ``--max-density``) unless fewer weights may go. All weights
+  take the same time; the authors measure it on their devices, layer by layer.
 - FedTiny's BatchNorm has the statistics of a client's mini-batches; the paper's server averages them over clients.
-  The first candidate has no noise, the network is not pretrained. A pruned weight does not grow at once (library: may).
+  The first candidate has no noise, and the network is not pretrained. A pruned weight does not grow at once (library:
+  may).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The base of all methods, FedAvg's hooks (``hooks.py``) behind Flower's four verbs (``rounds.py``), and its words."""
+"""The base of all methods: FedAvg's hooks (``hooks.py``) behind Flower's four verbs (``rounds.py``), and its types."""
 
 import logging
 

@@ -1,8 +1,8 @@
 """The setting ``robust``: what one client's update can do to the model and to what the server remembers.
 
 An update that is far longer than the others of its round is refused (:class:`~fedsub_app.subnets.norms.NormGuard` over
-the whole round). In the others every tensor's change is brought within the bounds of
-:mod:`fedsub_app.subnets.bounds`: those of the model, and those that the method's server remembers.
+the whole round). In the others the change of every tensor, of the model and of what the method's server remembers, is
+brought within the bounds of :mod:`fedsub_app.subnets.bounds`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,9 +2,9 @@
 
 A client takes its download, its training and its upload, each over its device's speed, by the papers' formula and the
 FLOPs that it reports; keys and shares of secure aggregation are left out. A phase takes as long as the slowest reply
-that counts; where a reply is refused, as the slowest one that came. For one that never comes the server waits until
-``deadline``, without a deadline it notices at once. A reply after the deadline is dropped. In an over-sampled round the
-replies that are first by this clock count.
+that counts; where a reply is refused, as the slowest reply that came. For a reply that never comes the server waits
+until ``deadline``; without a deadline it notices at once. A reply after the deadline is dropped. In an over-sampled
+round the replies that are first by this clock count.
 """
 
 from collections.abc import Collection

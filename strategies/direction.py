@@ -2,12 +2,13 @@
 
 Muñoz-González, Co, Lupu: Byzantine-Robust Federated Machine Learning through Adaptive Model Averaging, 2019,
 https://arxiv.org/abs/1909.05125, judges an update by its cosine with the aggregate and a client by its past. Here the
-update itself is left out of the aggregate, a second aggregate is of the updates that agree with the first one, and a
-client's past is the mean of its cosines in the rounds in which most updates agree; the last one of them counts half.
+update itself is left out of the aggregate, and a second aggregate is of the updates that agree with the first one. A
+client's past is the mean of its cosines in the rounds in which most updates agree; the last of these rounds counts
+half.
 
-Where clients hold parts of their own (IST) no two updates have a position in common. Each is held against the past of
-its positions instead: changes that other clients made there in earlier rounds, of which the last one counts half. The
-half of a round that agrees more with the past makes the next one.
+Where clients hold parts of their own (IST) no two updates have a position in common. Each update is compared with the
+past of its positions instead: changes that clients made there in earlier rounds, of which the last one counts half. The
+half of a round's updates that agrees more with the past is merged into it.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""The clients' evaluation after a round, and its scores by whom they serve.
+"""The clients' evaluation after a round, and its scores for groups of clients.
 
-Scores are of all clients, of widths, device classes, the worst tenth of the clients, and the held-out clients.
+Scores are those of all clients, of widths, of device classes, of the worst tenth and of the held-out clients.
 """
 
 import re

@@ -10,12 +10,13 @@ Checked against the authors' code (https://github.com/TsingZ0/FedALA and PFLlib:
 Deviations from it and from the paper, and points that they leave open:
 - p counts layers (paper; a layer with the normalisation behind it). The code counts tensors.
 - a pass learns on s percent of its mini-batches, rounded down and at least one, in an order of its own (paper: random
-  samples). The code takes a random run of consecutive samples once a merge, in their order in each pass.
-- W has converged when the standard deviation of the losses of its last ten passes is below 0.1 (code, of each pass's
-  last mini-batch, here the mean; the paper gives no rule), or after ``learn-passes`` (ours: the server bounds FLOPs).
+  samples). The code takes a random run of consecutive samples for each merge, and keeps their order in each pass.
+- W has converged when the standard deviation of the losses of its last ten passes is below 0.1 (code: the losses of
+  each pass's last mini-batch, here a pass's mean; the paper gives no rule), or after ``learn-passes`` (ours: the server
+  bounds FLOPs).
 - BatchNorm uses the statistics of the mini-batch while W is learned, and its running statistics are the global ones.
 - a client is evaluated on its model after a merge and before training (code), for which W learns once more.
-- ``objective`` is of the training alone, around the global model.
+- ``objective`` acts in the training alone, around the global model.
 """
 
 from fedsub_app.common.errors import UserError

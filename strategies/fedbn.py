@@ -1,9 +1,10 @@
 """FedBN, server side: everything but the normalisation layers is shared.
 
 Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
-https://arxiv.org/abs/2102.07623. A client keeps its BatchNorm layers, weights and running statistics; the mean of the
-others is FedAvg's. Checked against the authors' code (https://github.com/med-air/FedBN, federated/fed_digits.py,
-``communication``): tensors with "bn" in their name, statistics among them, are neither averaged nor replaced.
+https://arxiv.org/abs/2102.07623. A client keeps its BatchNorm layers, with weights and running statistics; the other
+layers are averaged as in FedAvg. Checked against the authors' code (https://github.com/med-air/FedBN,
+federated/fed_digits.py, ``communication``): tensors with "bn" in their name, statistics among them, are neither
+averaged nor replaced.
 
 Deviations: the other normalisation layers (GroupNorm, LayerNorm, InstanceNorm) stay with the client as well; the paper
 has BatchNorm alone. The normalisation layers of the global model keep their initial values, so ``personal`` is the

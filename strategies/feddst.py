@@ -2,17 +2,17 @@
 
 Bibikar, Vikalo, Wang, Chen: Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning Better,
 AAAI 2022, https://arxiv.org/abs/2112.09824. The network is sparse from the start, at random positions. In every
-``every``-th round each client prunes, after its training, a share of each layer's weights, the smallest ones, and grows
-as many where the loss's gradient is largest; the share follows a cosine to 0 in round ``until``. A client sends the
+``every``-th round each client, after its training, prunes a share of each layer's weights, the smallest ones. It grows
+as many where the loss's gradient is largest. The share follows a cosine to 0 in round ``until``. A client sends the
 values that it keeps, and in these rounds its mask. The server takes the mean at each position over the clients that
-keep it, and keeps the largest means of each layer (strategies/sparse.py); grown weights are 0, and follow by votes.
+keep it, and keeps the largest means of each layer (strategies/sparse.py). Grown weights are 0; votes choose among them.
 
 Checked against the authors' code (https://github.com/bibikar/feddst: dst.py, models.py). Deviations from it and from
 the paper, and points that they leave open:
 - the densities of the layers are those of the Erdős–Rényi kernel as published by its authors (RigL); FedDST's code has
   another formula, and begins with the largest initial weights in the place of random ones.
 - clients adjust after their last epoch (the code's default; the paper has epochs after the adjustment as well).
-  Grown weights are 0 when the server chooses: the most voted positions, of equally many votes random ones (ours).
+  Grown weights are 0 when the server chooses: it takes the most voted positions, and random ones of equal votes (ours).
 - weights grow at pruned positions (paper); the code may choose a position that is kept, and sets it to 0. The gradient
   is that of one mini-batch drawn for it; the code takes the last one of the training.
 - a layer exchanges no more weights than it has pruned ones, so that a dense layer keeps its weights (ours).

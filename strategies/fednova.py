@@ -5,18 +5,19 @@ NeurIPS 2020, https://arxiv.org/abs/2007.07481::
 
     w <- w + tau_eff * sum_i p_i (w_i - w) / a_i,   tau_eff = sum_i p_i a_i
 
-a_i is the distance of client i's tau_i steps under a gradient that stays 1, in learning rates: tau_i for plain SGD. p_i
-are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is FedAvg. Its
-clients are FedAvg's: the server counts their steps by their samples.
+a_i is the distance, in learning rates, of client i's tau_i steps under a gradient that stays 1; for plain SGD it is
+tau_i. p_i are the weights of the setting ``weighting`` (the paper's: ``"examples"``). Where all a_i are equal this is
+FedAvg. The clients are FedAvg's; the server counts their steps by their samples.
 
 Deviations:
 
-- With momentum and the proximal term at once a_i is that of the two together, which the paper does not state.
-  ``normalisation = "authors"`` is the recurrence of the published code, where both add a step of their own, with
-  its tau_eff: the mean number of steps where there is a proximal term. With few steps that makes the server's step
-  shorter than 1, also where all clients do the same: in the tables of Hu et al. 2023 about 0.3.
+- With momentum and the proximal term at once a_i is the distance under both, which the paper does not state.
+  ``normalisation = "authors"`` takes the recurrence of the published code, where both add a step of their own, and its
+  tau_eff, with a proximal term the mean number of steps. With few steps this makes the server's step shorter than 1,
+  also where all clients do the same; in the tables of Hu et al. 2023 it is about 0.3.
 - With Adam, AdamW and RMSprop a_i = tau_i.
-- BatchNorm's running statistics are averaged without normalisation, as tau_eff may leave the range of the clients'.
+- BatchNorm's running statistics are averaged without normalisation, as tau_eff may leave the range of the clients'
+  statistics.
 """
 
 from collections.abc import Mapping, Sequence

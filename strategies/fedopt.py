@@ -11,9 +11,9 @@ https://arxiv.org/abs/2003.00295, Algorithm 2. With the pseudo-gradient ``D = me
 
 The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Deviations:
 
-- v begins at 0 as in their experiments; Reddi's smallest start is tau². No bias correction.
-- Their code adds the first client's weights themselves to D instead of their change, makes a new client optimizer for
-  every batch, and gives FedAdam ten times the others' samples; none of this is repeated.
+- v begins at 0 as in their experiments; Reddi's smallest start is tau². There is no bias correction.
+- Their code adds the first client's weights to D instead of the change of these weights, makes a new client optimizer
+  for every batch, and gives FedAdam ten times the others' samples; none of this is repeated.
 - BatchNorm's running statistics are averaged: v does not measure them.
 - ``server-lr`` is a step from the model to the optimizer's result, on top of ``lr``.
 - A round that is abandoned changes neither m nor v. A tensor position that no client sends has D = 0.

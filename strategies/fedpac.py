@@ -1,10 +1,10 @@
-"""FedPAC, server side: aligned features, and for each client a head combined from those that help it.
+"""FedPAC, server side: aligned features, and for each client a head combined from the heads that help it.
 
 Xu, Tong, Huang: Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023,
-https://arxiv.org/abs/2306.11867; details are those of its authors' code. Deviations: clients are weighed by the
-setting ``weighting`` (theirs: by examples), the quadratic program is SciPy's SLSQP, momentum and weight decay are the
-run's settings (theirs 0.5 and 5e-4), BatchNorm in the frozen body uses its running statistics while the head is trained
-(theirs those of the batch), and the centroid of a class that no client of a round has stays (theirs does not).
+https://arxiv.org/abs/2306.11867; details are those of its authors' code. Deviations: Clients are weighed by the setting
+``weighting`` (theirs: by examples). SciPy's SLSQP solves the quadratic program. Momentum and weight decay are the run's
+settings (theirs 0.5 and 5e-4). BatchNorm in the frozen body uses its running statistics while the head is trained
+(theirs those of the batch). The centroid of a class that no client of a round has stays (theirs does not).
 """
 
 from collections.abc import Mapping, Sequence

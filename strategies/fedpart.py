@@ -4,22 +4,24 @@ Wang, Liu, et al.: Why Go Full? Elevating Federated Learning Through Partial Net
 https://arxiv.org/abs/2410.11559. Virag, Lorenzen: Why go full, when you have momentum? Accelerating layerwise training
 with momentum: momentum aggregation (FPAM, FPPM, FPMM).
 
-After ``full_rounds`` rounds of the full network each layer group is trained for ``rounds_per_group`` rounds, all
-others frozen; then it starts again. Only the group that was trained last is sent down, only the one that is trained
-comes up. With ``objective`` prox or moon it is FedPartProx or FedPartMoon, with ``momentum`` FPAM, FPPM, FPMM; with
-``full_rounds`` = T and ``momentum = "mean"`` Local Adam with averaged moments (Algorithm 1, without clipping).
+After ``full_rounds`` rounds of the full network each layer group is trained for ``rounds_per_group`` rounds, all others
+frozen; then the cycle starts again. The server sends only the group trained last, a client only the group that it
+trains. With ``objective`` prox or moon the method is FedPartProx or FedPartMoon, with ``momentum`` FPAM, FPPM, FPMM.
+With ``full_rounds`` = T and ``momentum = "mean"`` it is Local Adam with averaged moments (Algorithm 1, without
+clipping).
 
 Deviations from the paper or the published code:
-- Adam is torch's (bias correction, eps outside the root), not Algorithm 1's; moments of the trained group only travel,
-  as float32. Their step counts are merged by maximum, as published.
+- Adam is torch's (bias correction, eps outside the root), not Algorithm 1's. The moments of the trained group alone
+  travel, as float32. Their step counts are merged by maximum, as published.
 - The proximal term is squared and part of every step; MOON compares with the client's real previous model.
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
 - ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"; Section 4: by their data).
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
-  then has no step, and with 0 in its place steps so large that the model is lost (docs/results/fedpart.md). Where none
-  is positive the round takes the plain mean and says so (``similarity-fallback``).
+  then has no step, and with 0 in the moment's place its steps are so large that the model is lost
+  (docs/results/fedpart.md). Where no similarity is positive the round takes the plain mean and says so
+  (``similarity-fallback``).
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,26 +4,26 @@ Tastan, Horváth, Takáč, Nandakumar: FedPeWS: Personalized Warmup via Subnetwo
 Learning, 2024, https://arxiv.org/abs/2410.03042.
 
 During the first W rounds a client trains a sub-network of its own; positions that no client covers keep their value,
-the others take the mean over the clients that cover them (Eq. 4). Afterwards it is FedAvg, or with
+the others take the mean over the clients that cover them (Eq. 4). Afterwards the method is FedAvg, or with
 ``objective = "prox"`` FedProx.
 
 Readings of the paper where it is silent or contradicts itself:
-- theta of the others (line 12), the "global mask probability" without the client: the share of them that had the unit
-  in the mask that they drew last; at first 0.5 (``s_g^0 = 0``). Line 18 uploads masks alone. ``others = "mean"`` and
-  ``"highest"`` take the mean and the highest of the probabilities, which then travel as well; with the highest a unit
-  is left to the client that wants it most (docs/results/fedpews.md compares the three). With ``score-spread`` the
-  clients start apart, against line 9.
+- theta of the others (line 12), the "global mask probability" without the client, is the share of the other clients
+  whose last drawn mask had the unit; at first it is 0.5 (``s_g^0 = 0``). Line 18 uploads masks alone.
+  ``others = "mean"`` and ``"highest"`` take the mean and the highest of the probabilities, which then travel as well;
+  with the highest a unit is left to the client that wants it most (docs/results/fedpews.md compares the three). With
+  ``score-spread`` the clients start at different scores, against line 9.
 - The gradient of Eq. 6 in the mask is that of f(x ∘ m), exactly; ``mask-gradient = "activations"`` is the common form
   for neuron masks, in which units that are off get a gradient too.
-- A weight is masked by both its neurons ("and", the rule of IST, the function actually computed), a bias by one.
-- The paper's local step is plain SGD (line 16), under which a weight that is masked in a step does not move in it. With
-  ``momentum`` the buffer of the round's earlier steps moves it on, and weight decay and the proximal term reach it as
-  well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
+- A weight is masked by both its neurons ("and", the rule of IST, the function that is computed), a bias by one.
+- The paper's local step is plain SGD (line 16), under which a weight that is masked in a step does not move in that
+  step. With ``momentum`` the buffer of the round's earlier steps moves this weight on; weight decay and the proximal
+  term reach it as well. Momentum 0.9 on the synthetic sets is our choice (docs/results/fedpews.md).
 - Positions that no client covers keep ``x_g`` (0/0 in Eq. 4). Output biases are always covered.
 - A client uploads the values that its mask covers, with the neuron mask; with fixed masks the server knows the mask and
-  sends only the covered values as well. Evaluation is on the full model.
+  also sends the covered values alone. Evaluation is on the full model.
 With secure-aggregation the server knows no mask, but the sum of the masks (or of the probabilities) of the last round's
-clients. They are the others of the next round; a client that was one of them takes its own part away.
+clients. These clients are the others of the next round; a client that was one of them subtracts its own part.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,20 +4,20 @@ Isik, Pase, Gunduz, Weissman, Zorzi: Sparse Random Networks for Communication-Ef
 https://arxiv.org/abs/2209.15328, Algorithms 1 and 2. Every weight is plus or minus a constant of its layer, for ever.
 The server sends the probability theta of each weight's mask. A client trains scores, theta = sigmoid(score): each step
 draws a mask and passes the loss's gradient straight through the drawing. It answers with one mask that it draws, a bit
-a weight. The server counts ones and zeros of the masks in a Beta distribution for each weight, and theta is its mode
-``(alpha - 1) / (alpha + beta - 2)``; every ``reset-every`` rounds the counts begin anew at alpha = beta = 1.
+for each weight. The server counts ones and zeros of the masks in a Beta distribution for each weight, and theta is its
+mode ``(alpha - 1) / (alpha + beta - 2)``; every ``reset-every`` rounds the counts begin anew at alpha = beta = 1.
 
 Checked against the authors' code (https://github.com/BerivanIsik/sparse-random-networks: server.py, client.py,
 masked_layers.py). Deviations from it and from the paper, and points that they leave open:
 - the constant is the standard deviation of Kaiming's normal initialisation, ``sqrt(2 / inputs)`` (paper; the code has
-  ``e / sqrt(inputs)``), the sign that of the initial weight. Biases have masks and constants of their layer (code).
+  ``e / sqrt(inputs)``); its sign is that of the initial weight. Biases have masks and constants of their layer (code).
 - scores start at 0, theta at 1/2; the code draws normal scores.
 - theta is kept within 0.01 and 0.99, so that scores are finite (code: the bits count as 0.01 and 0.99).
 - the global model that is tested has one mask drawn from theta.
 - layers other than convolutions and linear ones (BatchNorm) are trained and averaged as in FedAvg; the paper has none.
 - ``reset-every = 1`` is the code's reset in every round; the paper resets less often with partial participation.
-- the optimizer of the settings moves the scores. ``objective = "prox"`` pulls them to those that were received, "moon"
-  is refused. All masks count alike.
+- the optimizer of the settings moves the scores. ``objective = "prox"`` pulls them to the received scores; "moon" is
+  refused. All masks count alike.
 """
 
 from collections.abc import Mapping, Sequence

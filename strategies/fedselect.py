@@ -5,17 +5,19 @@ Parameters for Fine-Tuning, CVPR 2024, https://arxiv.org/abs/2404.02478.
 
 A client trains its personal positions, at first none, then the global ones; the server takes at each position the mean
 over the clients for which it is global. Then the positions that training moved most become personal, until a fraction
-alpha is. The values at a client's global positions travel up, with the new mask's bits where it changed; down travel
-those that were global in its last round (Algorithm 1, last lines): one made personal since then starts from the mean.
+alpha is personal. A client sends the values at its global positions, with the new mask's bits where the mask changed.
+It gets the values at positions that were global in its last round (Algorithm 1, last lines): one made personal since
+then starts from the mean.
 
-Paper and published code differ; the default reads the paper, with what only the code says filled in:
-- p of the positions of each layer that are still global (code; the paper reads as if model-wide), in tensors named
-  weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
-- growth where the fraction of ones is below alpha (paper; code at most alpha: ``alpha-test = "at-most"``), not clipped.
-- LocalAlt draws the mini-batches of its two passes apart, both have one learning rate (code; Algorithm 2 passes over
+Paper and published code differ; the default follows the paper, and the code where the paper says nothing:
+- a growth takes the fraction p of each layer's positions that are still global (code; the paper reads as if
+  model-wide), in tensors named weight, BatchNorm's gamma included (code); biases and BatchNorm's beta stay global.
+- a layer grows where its fraction of ones is below alpha (paper; code at most alpha: ``alpha-test = "at-most"``);
+  growth is not clipped.
+- LocalAlt draws the mini-batches of its two passes separately, with one learning rate (code; Algorithm 2 passes over
   the same ones, with gamma_v and gamma_u).
 - the movement is that of this round's training (paper; code since the last growth: ``movement = "since-growth"``).
-- growth in every round (paper; code every third one, not the first: ``grow-every = 3``, counted from round 0).
+- masks grow in every round (paper; code every third one, not the first: ``grow-every = 3``, counted from round 0).
 - BatchNorm's running statistics stay with the client (code); training uses those of the batch (``bn-batch =
   "first-round"``: published training runs on round 0's statistics after the first round).
 - clients are weighed alike (both); a client's accuracy is that of its model after its training and before the next

@@ -10,16 +10,17 @@ position over the clients that train it.
 Checked against the authors' code (https://github.com/HarliWu/FIARSE, fiarse/: server.py, worker.py, ``Bern`` of
 model_utils.py, ``generate_mask`` of resnet_masked.py). Deviations from it and from the paper:
 
-- The gradient has the paper's factor. In the code it is 1: the mask is of booleans, through which torch (2.15) passes
-  no gradient.
-- A client of size 1 has threshold 0 and is FedAvg's; the code takes the smallest magnitude.
+- The gradient has the paper's factor. In the code the factor is 1: the mask is boolean, and torch (2.15) passes no
+  gradient through booleans.
+- A client of size 1 has threshold 0 and is FedAvg's; the code's threshold is the smallest magnitude.
 - Biases and BatchNorm belong to all clients (code: the biases of linear layers are ranked with the weights), and
   BatchNorm's statistics are averaged as in FedAvg (code: static BatchNorm is one of its networks).
-- ``threshold = "layer"`` (code: fiarse_layerwise/) ranks each tensor alone, the code each stage of a ResNet. It helps
-  where layers start with weights of other sizes, as torch's do: otherwise a narrow client may get none of the output's.
+- ``threshold = "layer"`` (code: fiarse_layerwise/) ranks each tensor alone, the code each stage of a ResNet. This helps
+  where layers start with weights of different sizes, as torch's do: otherwise a narrow client may get no weight of the
+  output layer.
 - A weight that a client has not moved counts in the mean (code: positions whose change is not 0).
-- The network has its whole shape on the client; values and masks are what travels. With ``devices`` gamma is the
-  device's width, although a network of half the units has about a quarter of the weights.
+- The network has its whole shape on the client; values and masks travel. With ``devices`` gamma is the device's width,
+  although a network of half the units has about a quarter of the weights.
 - ``objective = "moon"`` is refused.
 """
 

@@ -5,14 +5,14 @@ heterogeneous targets with Ordered Dropout, NeurIPS 2021, https://arxiv.org/abs/
 width p_max has the first ceil(p_max C) of each hidden layer's C units. For each mini-batch it draws a width p uniformly
 from those up to p_max and trains the first ceil(p C) units (ordered dropout). With self-distillation the network of
 p_max is trained on the labels, and the one of p on its outputs: ``CE(F_pmax, y) + KL(F_p, F_pmax)``, the paper's loss
-for its best alpha = T = 1. Values are averaged position by position over the clients that have it. Each width has its
-own statistics of BatchNorm, and all share its weight and bias.
+for its best alpha = T = 1. Values are averaged position by position over the clients that have the position. Each width
+has its own statistics of BatchNorm, and all share its weight and bias.
 
 Checked against its authors' version in Flower's baselines (baselines/fjord: client.py, models.py, strategy.py, od/):
 rounding up, one p a mini-batch for all layers, no gradient through the teacher. Deviations from it and from the paper:
 
-- BatchNorm takes the statistics of the mini-batch in training, at each width. The global model's are measured by
-  all clients, as with HeteroFL, and those of a client's network on its own samples, before it is evaluated; theirs are
+- BatchNorm takes the statistics of the mini-batch in training, at each width. All clients measure the global model's
+  statistics, as with HeteroFL. A client's network is measured on its own samples, before it is evaluated. Theirs are
   running averages for each width.
 - A ResNet narrows the inner channels of its blocks alone; theirs narrows the residual stream as well.
 - Where p = p_max is drawn nothing is distilled: the gradient of that term is 0. Other alpha and T are not offered.

@@ -5,7 +5,7 @@ https://arxiv.org/abs/1805.10032, scores each update by the loss that it leaves.
 its updates one by one only where the merged model is worse than the last good ones, or where an update's client was
 found harmful in the last rounds.
 
-A model that became worse slowly, by less than a round's limit each time, goes back to the best one, with the server's
+A model that became worse slowly, by less than a round's limit each time, is replaced by the best one, with the server's
 state of that round.
 """
 

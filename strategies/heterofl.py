@@ -2,15 +2,16 @@
 
 HeteroFL: Diao, Ding, Tarokh: HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients, ICLR 2021, https://arxiv.org/abs/2010.01264. A client of width r has the first ceil(r C) of each hidden layer's
-C units. In training the outputs of its layers are divided by r (Scaler), logits of classes that it has no sample of are
-0 and it counts for the other classes' rows of the output layer alone (masked cross-entropy), and BatchNorm takes the
-statistics of the mini-batch; those of the global model are measured afterwards by all clients (static BatchNorm).
+C units. In training the outputs of its layers are divided by r (Scaler). The logits of classes that it lacks are 0, and
+it counts for the other classes' rows of the output layer alone (masked cross-entropy). BatchNorm takes the statistics
+of the mini-batch; all clients measure those of the global model afterwards (static BatchNorm).
 FedRolex: Alam, Liu, Yan, Zhang: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction, NeurIPS 2022,
-https://arxiv.org/abs/2212.01548. The same with a window of units that begins at unit j mod C in round j = 0, 1, ... and
-wraps around. Values are averaged position by position over the clients that have it (strategies/sliced.py).
+https://arxiv.org/abs/2212.01548. It is the same with a window of units that begins at unit j mod C in round j = 0, 1,
+... and wraps around. Values are averaged position by position over the clients that have the position
+(strategies/sliced.py).
 Federated Dropout: Caldas, Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Reducing Client
-Resource Requirements, 2018, https://arxiv.org/abs/1812.07210. The same with random units, drawn for each client and
-round; all clients have one width, and the loss has no mask (``widths = 0.75``, ``masked-loss = false``).
+Resource Requirements, 2018, https://arxiv.org/abs/1812.07210. It is the same with random units, drawn for each client
+and round; all clients have one width, and the loss has no mask (``widths = 0.75``, ``masked-loss = false``).
 
 Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRolex):
 
@@ -21,19 +22,19 @@ Deviations from the papers or the authors' code (HeteroFL-Computation-..., FedRo
   CNN of 64-128-256-512 channels, the Transformer and its embeddings, heads and masked tokens are not here.
 - Client i has ``widths[i mod len]``; theirs deals the levels in blocks of clients. Their levels are shares of the
   widest one, here of ``model``: HeteroFL never trains units beyond those of its widest client.
-- The authors clip each step's gradient to norm 1, which the papers do not say; it is not done here. Widths such as 1/16
-  in networks without BatchNorm can diverge without it: the Scaler multiplies by 16 in every layer.
-- Running statistics travel with the network and are averaged as in FedAvg; they are replaced in every round that
-  ``eval-every`` evaluates, after a pass over all clients' data, as the mean of mini-batches by clients' samples.
+- The authors clip each step's gradient to norm 1, which the papers do not say; there is no clipping here. Widths such
+  as 1/16 in networks without BatchNorm can diverge without clipping: the Scaler multiplies by 16 in every layer.
+- Running statistics travel with the network and are averaged as in FedAvg. In every round that ``eval-every``
+  evaluates, a pass over all clients' data replaces them: by the mean of mini-batches, weighed by clients' samples.
   Nothing reads them before, unless ``max-flops`` or ``max-bytes`` ends a run between evaluations. FedRolex's code takes
   the statistics of the test batch instead.
 - ``global-local`` and ``personal`` accuracies are the global model's on a client's data, as their "Local" is, without
   its mask on the logits. A narrow network alone, without its Scaler, is not what was trained.
 - FedRolex's paper has floor(r C) units, its code ceil(r C), as here. The code's window moves towards lower units, the
-  paper's and this one towards higher ones. Its weighting by widths or counts of updates, and `overlap`, are left out;
-  biases, BatchNorm and the output layer are weighed by counts of updates in every setting of the code.
-- Federated Dropout follows FedRolex's code (``ResnetServerRandom``); of the paper the abstract alone was read. Whether
-  the paper divides by the width is open (``scaler``); its lossy compression of what is sent is left out.
+  paper's and this one towards higher ones. The code's weighting by widths or counts of updates, and `overlap`, are left
+  out; biases, BatchNorm and the output layer are weighed by counts of updates in every setting of the code.
+- Federated Dropout follows FedRolex's code (``ResnetServerRandom``); only the paper's abstract was read. Whether the
+  paper divides by the width is open (``scaler``); the paper's lossy compression of messages is left out.
 - Clients tell the server which classes they have; the authors' simulation knows.
 - ``objective = "moon"`` is refused: a client's last model may be of other units.
 """

@@ -2,7 +2,8 @@
 
 A round is a transaction. Hooks return values and change nothing. :meth:`Hooks.merge` returns the next model and the
 next values of the attributes that the method :attr:`~Hooks.remembers`; the base makes all of them current, or none
-where the round is abandoned. A client continues from the state of its last merged reply: a lost one is as if not asked.
+where the round is abandoned. A client continues from the state of its last merged reply: a lost reply counts as not
+asked for.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ Hu, Tang, Kyrillidis, Jermaine: Federated Learning Over Images: Vertical Decompo
 Difficult to Beat, ICCV 2023, https://arxiv.org/abs/2309.03237. Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine:
 Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training, PVLDB 15(8), 2022,
 https://arxiv.org/abs/1910.02120. ISTProx is IST with ``objective = "prox"``; with one local step, as in the paper's
-tables, the term's gradient is 0 and they are the same.
+tables, the term's gradient is 0 and the two are the same.
 
 A round deals the units of each hidden layer, neurons or channels, to its clients, each layer by a permutation of its
 own. A client trains the network of its units (strategies/sliced.py), and the server writes its values back: each is the
@@ -13,8 +13,9 @@ does not answer. Positions that belong to no unit (the output bias; the residual
 
 Deviations from the papers or the authors' code (IST_FL):
 
-- Biases are not in the papers. The authors' clients start from biases of their own, at random, and neither send nor
-  receive any, so that the server's stay as they are; here a hidden unit's bias goes with it, the output's is averaged.
+- Biases are not in the papers. The authors' clients start from random biases of their own, and neither send nor receive
+  biases, so that the server's biases stay as they are. Here a hidden unit's bias goes with the unit, and the output's
+  bias is averaged.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
 - The permutation is drawn anew from seed and round, so that a round needs no state; theirs shuffles the last one.

@@ -1,14 +1,14 @@
-"""LoRA in a federation, server side: seven ways to merge the clients' adapters, of which each computes ``s B A x``.
+"""LoRA in a federation, server side: seven ways to merge the clients' adapters; an adapter computes ``s B A x``.
 
-The mean of the products B A is not the product of the means. ``merge-error`` in a round's line is the distance of what
-the merged adapters have changed from the clients' weighted mean, over all layers (Frobenius norm): with FedIT exactly
-``s ‖mean(B A) - mean(B) mean(A)‖``. The head, and whatever else is trained, is averaged as in FedAvg.
+The mean of the products B A is not the product of the means. ``merge-error`` in a round's line is the distance between
+the change by the merged adapters and the clients' weighted mean, over all layers (Frobenius norm). With FedIT it is
+exactly ``s ‖mean(B A) - mean(B) mean(A)‖``. The head, and whatever else is trained, is averaged as in FedAvg.
 
 - FedIT, Zhang et al., ICASSP 2024, https://arxiv.org/abs/2305.05644: A and B are averaged.
 - FFA-LoRA, Sun et al., ICLR 2024, https://arxiv.org/abs/2403.12313: A stays at its common start, B is averaged.
 - FedSA-LoRA, Guo et al., ICLR 2025, https://arxiv.org/abs/2410.01463: A is averaged, B stays with its client.
-- FlexLoRA, Bai et al., NeurIPS 2024, https://arxiv.org/abs/2402.11505: the mean of B A, by its singular value
-  decomposition U S V^T: B = U S and A = V^T, of which a client has the first r_i ranks.
+- FlexLoRA, Bai et al., NeurIPS 2024, https://arxiv.org/abs/2402.11505: the mean of B A has the singular value
+  decomposition U S V^T; B = U S and A = V^T, and a client has the first r_i ranks of both.
 - FLoRA, Wang et al., NeurIPS 2024, https://arxiv.org/abs/2409.05976: the sum of all weighted products, the product of
   the stacked A and B, is added to the weights W; adapters start anew.
 - FedEx-LoRA, Singhal et al., ACL 2025, https://arxiv.org/abs/2410.09432: A and B are averaged, and
@@ -19,9 +19,9 @@ the merged adapters have changed from the clients' weighted mean, over all layer
 Deviations:
 
 - alpha / r is that of ``lora-rank`` for all ranks, so that an adapter means the same for all clients.
-- FLoRA and FedEx-LoRA send the weights W that have adapters, not the stack or the residual that is added to them: a
-  client that was away needs nothing else, and where ranks and clients are few it is more bytes than the papers count.
-- HetLoRA weighs the head by the same norms, over all layers together. Ranks that a client prunes are once sent as 0.
+- FLoRA and FedEx-LoRA send the weights W that have adapters, not the stack or the residual that is added to them. A
+  client that was away needs nothing else; where ranks and clients are few, these are more bytes than the papers count.
+- HetLoRA weighs the head by the same norms, over all layers together. Ranks that a client prunes are sent once, as 0.
 - FLoRA's new A is drawn by the server, the same for all clients.
 - A network without adapters is trained as with FedAvg of the same `weighting`, bit for bit, and the log says so.
 """

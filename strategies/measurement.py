@@ -1,7 +1,7 @@
 """A phase after the merge: clients answer with tensors on the merged model, such as the statistics of its layers.
 
 A method makes a :class:`Measurement` its ``measurement``. Replies are checked, bounded and averaged as in a training,
-but for ``clip-norm``.
+without ``clip-norm``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,8 @@ The setting ``personal`` names the personal part: ``head``, ``body`` or names of
   starts with FedAvg on the whole model, as the original does from a checkpoint.
 - FedAvg with fine-tuning: everything is shared; each client fine-tunes a copy for its evaluation.
 
-All average clients without weights by default (``weighting``), as FedSelect's comparison does. BatchNorm belongs to the
-part that it stands in, statistics included.
+All these methods average clients without weights by default (``weighting``), as FedSelect's comparison does. BatchNorm
+belongs to the part that it stands in, statistics included.
 """
 
 from collections.abc import Collection, Mapping

@@ -7,11 +7,11 @@ the loss after one gradient step of its own. A local step is
 ``variant = "first-order"`` (FO) leaves H out; ``"hessian-free"`` (HF) takes the difference of two gradients for the
 product of H and a vector u: ``(grad f(w + delta u) - grad f(w - delta u)) / (2 delta)``. The server takes the mean.
 
-Deviations from the paper and points that it leaves open; its authors have published no code. Read beside it: pFedMe's
-authors' version (userperavg.py) and PFLlib's (clientperavg.py), both FO.
-- beta is the general ``lr``. D' are FedAvg's mini-batches, D and D'' come from a second pass in an order of its own
-  that starts anew when it ends; so ``local-epochs`` counts passes over D', and with alpha 0 the method is FedAvg of the
-  same ``weighting`` (``auto``: uniform here, by samples there), bit for bit. The two versions take D and D' in turn
+Deviations from the paper and points that it leaves open; its authors have published no code. Two versions were read as
+well, both FO: pFedMe's authors' (userperavg.py) and PFLlib's (clientperavg.py).
+- beta is the general ``lr``. D' are FedAvg's mini-batches. D and D'' come from a second pass, which has an order of its
+  own and starts anew when it ends. So ``local-epochs`` counts passes over D', and with alpha 0 the method is FedAvg of
+  the same ``weighting`` (``auto``: uniform here, by samples there), bit for bit. The two versions take D and D' in turn
   from one pass.
 - the exact Hessian is not offered: HF is the paper's own replacement for it.
 - momentum, Adam, weight decay, ``augment`` and ``objective`` act on the step of w; the inner step is plain gradient

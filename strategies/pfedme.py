@@ -1,8 +1,8 @@
 """pFedMe, server side: FedAvg's.
 
 T Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
-https://arxiv.org/abs/2006.08848, Algorithm 1. A client has a local model w, the global one at the start of a round, and
-a personal one, theta. For each mini-batch it minimises ``f(theta) + lambda / 2 ||theta - w||²`` in theta by K gradient
+https://arxiv.org/abs/2006.08848, Algorithm 1. A client has a local model w, at the start of a round the global one, and
+a personal model theta. For each mini-batch it minimises ``f(theta) + lambda / 2 ||theta - w||²`` in theta by K gradient
 steps, then moves ``w <- w - eta lambda (w - theta)``. It sends w; the server goes beta of the way to the mean.
 
 Checked against the authors' code (https://github.com/CharlieDinh/pFedMe: userpFedMe.py, fedoptimizer.py,
@@ -13,7 +13,7 @@ serverpFedMe.py). Deviations from it and from the paper, and points that they le
 - a round has R = ``local-steps`` mini-batches, or ``local-epochs`` passes.
 - only the clients of a round train (paper: all train, some send). A client is evaluated on theta as its last training
   left it (code), at first the initial model.
-- ``objective`` is of theta. BatchNorm's running statistics are those of theta, for both models.
+- ``objective`` acts on theta. BatchNorm's running statistics are those of theta, for both models.
 With ``lambda = 1``, ``w-lr = 1`` and ``steps = 1`` theta and w are FedAvg's model of the same ``weighting`` (``auto``:
 uniform here, by samples there), bit for bit.
 """

@@ -2,8 +2,9 @@
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML
 2020, https://arxiv.org/abs/1910.06378, Algorithm 1 with option II. The variate c estimates the gradient of the mean
-loss, a client's c_i that of its own; a local step goes along g - c_i + c. Model and variate travel both ways: a round
-costs twice FedAvg's bytes (BatchNorm's running statistics, which are averaged as in FedAvg, have no variate).
+loss, and a client's c_i the gradient of its own loss; a local step goes along g - c_i + c. Model and variate travel
+both ways: a round costs twice FedAvg's bytes (BatchNorm's running statistics, which are averaged as in FedAvg, have no
+variate).
 
 Deviations from the paper, and points that it leaves open:
 - Option II reads a mean gradient off K plain SGD steps, and c is the mean of the c_i of all N clients, each counted

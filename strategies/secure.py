@@ -1,7 +1,7 @@
 """A round under secure aggregation (fedsub_app/secure/): the contributions of a method as one sum of vectors.
 
 The clients keep their changes until all have trained. The method's merge gets the mean of the sum and updates without
-tensors; the first one has the sums of :attr:`Hooks.sums`. A class says in ``secure`` that this is enough.
+tensors; the first update has the sums of :attr:`Hooks.sums`. A class says in ``secure`` that this is enough.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The attributes of every method's server: the run's settings, the model, the bounds of a client's work, the state.
 
-Methods read it and override :meth:`Server.setup` alone; their hooks are :class:`~strategies.hooks.Hooks`'.
+Methods read these attributes and override :meth:`Server.setup` alone; their hooks are
+:class:`~strategies.hooks.Hooks`'.
 """
 
 import math

@@ -122,9 +122,9 @@ class FedSelectSettings(MethodSettings):
 
 class SubFedAvgSettings(MethodSettings):
     pruning: Literal["unstructured", "structured", "hybrid"] = "unstructured"
-    """Weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
+    """Pruned are weights of all layers, channels by their BatchNorm, or channels and the linear layers' weights."""
     target: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """p, fraction of the parameters at which weights are no longer pruned; 0: nothing is ever pruned."""
+    """p, pruned fraction of the parameters from which weights are no longer pruned; 0: nothing is ever pruned."""
     share: Fraction = 0.1
     """r_us, fraction of a layer's remaining weights that one event prunes."""
     distance: NonNegative = 0.0001
@@ -132,20 +132,20 @@ class SubFedAvgSettings(MethodSettings):
     hybrid_distance: NonNegative = 0.0005
     """distance of the linear layers with pruning = "hybrid"."""
     channel_share: Annotated[float, Field(ge=0, lt=1)] = 0.45
-    """r_s, fraction of a layer's channels that one event prunes (and one more)."""
+    """r_s, fraction of a layer's channels that one event prunes, besides one more channel."""
     channel_floor: Fraction = 0.5
     """Lower bound on a layer's channels, a fraction of its original ones, rounded down and at least 1."""
     channel_distance: NonNegative = 0.01
     """Channels are pruned if their masks after the first and last epoch differ by more than this fraction."""
     score: Finite = 50.0
-    """Score, an accuracy in percent, that the pruned network must beat on gate-data, or the pruning is undone."""
+    """Score, an accuracy in percent; unless the pruned network beats it on gate-data, the pruning is undone."""
     gate_data: Literal["validation", "test"] = "validation"
     """The client's samples on which the score is measured; test, as published, lets the test set choose the network."""
 
 
 class MTLSettings(MethodSettings):
     lambda_: NonNegative = 1e-6
-    """c, weight of a model's square and of its distance to the mean; published value for 10^4 to 10^5 weights: 1e-6."""
+    """c, weight of a model's squared norm and squared distance to the mean; published for 10^4-10^5 weights: 1e-6."""
 
 
 class ISTSettings(MethodSettings):
@@ -178,12 +178,12 @@ class HeteroFLSettings(WidthSettings):
     scaler: bool = True
     """Divide the outputs of narrow layers by the client's width in training."""
     masked_loss: bool = True
-    """Set the logits of classes that a client lacks to 0 in training, and leave it out of the mean of their rows."""
+    """In training set logits of classes that a client lacks to 0; leave the client out of the mean of their rows."""
 
 
 class FjORDSettings(WidthSettings):
     widths: Widths = (0.2, 0.4, 0.6, 0.8, 1.0)
-    """Fractions of every hidden layer's units: the clients' own, and those that a mini-batch draws from."""
+    """Fractions of every hidden layer's units: the clients' widths, and the widths from which a mini-batch draws."""
     distill: bool = False
     """The client's whole network teaches the narrower one that is drawn."""
 
@@ -192,7 +192,7 @@ class FIARSESettings(WidthSettings):
     widths: Widths = (1.0, 0.25, 0.0625, 0.015625)
     """Fractions of the weights of convolutions and linear layers that clients train."""
     threshold: Literal["model", "layer"] = "model"
-    """The largest weights of the whole model, or of each layer; the former may leave a layer none."""
+    """Clients train the largest weights of the whole model, or of each layer; "model" may leave a layer none."""
 
 
 class FedPartSettings(MethodSettings):
@@ -254,14 +254,14 @@ class FedPeWSSettings(MethodSettings):
 
 class APFLSettings(MethodSettings):
     alpha: Fraction = 0.5
-    """Weight of the client's own model v in its personal model, where adaptation starts."""
+    """Weight of the client's own model v in its personal model; adaptation starts from it."""
     adapt: Literal["round", "step", "never"] = "round"
     """alpha is adapted in the first step of a round, in every step, or never."""
 
 
 class FedALASettings(MethodSettings):
     layers: CountOrZero = 1
-    """p, last layers in which the global model is merged into the client's own; 0: none, FedAvg."""
+    """p, number of last layers in which the global model is merged into the client's own; 0: none, FedAvg."""
     percent: Annotated[float, Field(gt=0, le=100)] = 80.0
     """s, percentage of the client's mini-batches on which a pass learns the merge."""
     merge_lr: NonNegative = 1.0
@@ -274,9 +274,9 @@ class PerFedAvgSettings(MethodSettings):
     alpha: NonNegative = 0.01
     """Size of the gradient step by which a client adapts the model; 0: FedAvg."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
-    """Hessian in a local step: left out, or by the difference of two gradients."""
+    """Hessian in a local step: left out, or approximated by the difference of two gradients."""
     delta: Positive = 0.001
-    """Distance of these two gradients from w, as a multiple of the vector that the Hessian is multiplied with."""
+    """Distance of hessian-free's two gradients from w, as a multiple of the vector that multiplies the Hessian."""
     tune_steps: CountOrZero = 1
     """Steps of size alpha from the global model before a client's evaluation."""
 
@@ -287,14 +287,14 @@ class PFedMeSettings(MethodSettings):
     steps: Count = 5
     """K, gradient steps of theta on each mini-batch."""
     w_lr: NonNegative = 0.005
-    """eta: after each mini-batch w moves by eta times lambda of its distance towards theta."""
+    """eta: after each mini-batch w moves towards theta by eta times lambda times their distance."""
 
 
 class RankSettings(MethodSettings):
     """Keys of FlexLoRA."""
 
     widths: Widths = (1.0,)
-    """Fractions of lora-rank, rounded up, that clients train; client i has the i-th of them, modulo their number."""
+    """Fractions of lora-rank, rounded up, that clients train; client i has the i-th fraction, modulo their number."""
 
 
 class FLoRASettings(RankSettings):

@@ -1,10 +1,10 @@
 """A family of sparse networks: the base of methods whose model keeps a fraction of its single weights.
 
-Weight tensors of convolutions and linear layers have a mask, with :class:`Masked` one a client, with :class:`Sparse`
-one for all; weights at the other positions are 0. A client is sent the values at the positions that are kept and, where
-it does not have it, the mask as bits. It trains these positions and answers with their values; tensors without a mask
-travel whole. The mean is taken position by position over the clients that keep it. With ``density = 1`` nothing is
-pruned, and the methods of :class:`Sparse` are FedAvg, bit for bit.
+Weight tensors of convolutions and linear layers have a mask: with :class:`Masked` one for each client, with
+:class:`Sparse` one for all. Weights at the other positions are 0. A client is sent the values at the positions that are
+kept and, where it lacks the mask, the mask as bits. It trains these positions and answers with their values; tensors
+without a mask travel whole. The mean is taken position by position over the clients that keep the position. With
+``density = 1`` nothing is pruned, and the methods of :class:`Sparse` are FedAvg, bit for bit.
 """
 
 from abc import abstractmethod

@@ -46,9 +46,9 @@ class FedTinySettings(RegrownSettings):
     candidates: Annotated[Count, EPOCHS] = 8
     """Masks that the clients choose from in round 1, with a pass over their samples for each."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """A candidate's layers keep ``layers``' numbers of weights times a number from 1 - noise to 1 + noise."""
+    """Each layer of a candidate keeps the weights that ``layers`` says times a factor from 1 - noise to 1 + noise."""
     blocks: Count = 5
-    """Parts, as many layers each, of which an adjustment takes one, the last part first."""
+    """Number of parts, with equally many layers each; an adjustment changes one part, the last part first."""
 
     def block(self, server_round: int, layers: list[str]) -> list[str]:
         count = min(self.blocks, len(layers))
@@ -58,11 +58,11 @@ class FedTinySettings(RegrownSettings):
 
 class FedRTSSettings(RegrownSettings):
     gamma: Fraction = 0.5
-    """Weight of the clients' own outcomes, the rest is the merged model's; 0: the latter alone."""
+    """Weight of the outcomes in the clients' models; 1 - gamma is the merged model's; 0: the merged model alone."""
     trust: Positive = 10.0
-    """Number of draws that a round's outcome counts as, in the weights' Beta distributions."""
+    """Number of draws as which a round's outcome counts in the weights' Beta distributions."""
 
 
 class PruneFLSettings(RegrownSettings):
     constant: NonNegative = 1.0
-    """Time of a round that does not depend on the kept weights; 1: that of all weights."""
+    """Time of a round that does not depend on the kept weights; 1: as much time as all weights take."""

@@ -4,17 +4,17 @@ Ohib, Thapaliya, Dziugaite, Liu, Calhoun, Plis: SSFL: Discovering Sparse Unified
 Efficient Federated Learning, 2024, https://arxiv.org/abs/2405.09037. Each client computes the saliency
 ``|w * dL/dw|`` of all weights on one mini-batch, at the common initial model. The server keeps the weights of the
 largest mean saliency, in one ranking of all layers; the mask is the same for all clients and stays. Clients train and
-send the values that it keeps (strategies/sparse.py).
+send the values that the mask keeps (strategies/sparse.py).
 
 Checked against Flower's baseline by the paper's first author (baselines/ssfl, kp-forks/flower at 11a0eb9), also by
 running its functions (docs/comparison.md); the authors' own repository holds a README alone. Deviations from both:
-- round 1, or the first one that is not abandoned, is the round of the saliencies: its clients answer with them and do
-  not train. In the paper all clients do so before the first round; with ``participation`` below 1 these are the sampled
-  ones.
+- round 1, or the first one that is not abandoned, is the round of the saliencies: its clients answer with saliencies
+  and do not train. In the paper all clients do so before the first round; here, with ``participation`` below 1, the
+  sampled clients alone.
 - saliencies are weighed by the clients' samples, as the models are (paper; baseline: plain mean, or so by choice), and
   are those of one mini-batch of ``batch-size`` in training mode (baseline: evaluation mode, or a mean of several).
-- of equal saliencies at the bound the first ones are kept, as many as ``density`` says (baseline: all of them, at worst
-  the whole network), and of each layer the largest weight at least.
+- among equal saliencies at the bound the first ones are kept, as many as ``density`` says (baseline: all of them, at
+  worst the whole network). Each layer keeps at least its weight of the largest saliency.
 - gradients are not clipped (baseline: to norm 10 in each step).
 """
 

@@ -4,22 +4,27 @@ Vahidian, Morafah, Lin: Personalized Federated Learning by Structured and Unstru
 ICDCS Workshops 2021, https://arxiv.org/abs/2105.00562.
 
 Every client has a sub-network, at first all of the network. It trains it and may prune its smallest weights, its
-channels with the smallest BatchNorm scaling factors, or both. The values that it keeps travel down and up, and the bits
-of masks that shrank up; a network without some channels is really that much narrower. The server takes at each position
-the mean over the clients that keep it.
+channels with the smallest BatchNorm scaling factors, or both. The values that it keeps travel down and up; the bits of
+masks that shrank travel up. A network without some channels is really narrower. The server takes at each position the
+mean over the clients that keep the position.
 
-Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default is the code, but for the gate:
+Paper and published code (https://github.com/MMorafah/Sub-FedAvg) differ; the default follows the code, but for the
+gate:
 - pruning is gated by the accuracy on the client's validation samples (paper; code: on its test samples,
-  ``gate-data = "test"``, as each round's line says), after pruning, above the threshold (code; paper: before it, from).
-- "average on the intersection": the mean over those who keep a position, the old value where nobody does (code; it
-  can be read as only positions that all clients of the round keep).
-- r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense network"); an event that would pass
-  the target prunes less (code; the paper has no such rule). Both masks are cut from the one before the round.
-- channels: threshold in each layer (code; paper among all), one more than the share, and no layer below half of its
-  channels, so at most one event each; independent of the target (code and Section 3.5;
+  ``gate-data = "test"``, as each round's line says). The accuracy after pruning must be above the threshold (code;
+  paper: before pruning, at least the threshold).
+- "average on the intersection" is the mean over the clients that keep a position, and the old value where no client
+  does (code; it can be read as only positions that all clients of the round keep).
+- an event prunes the fraction r_us of the weights that remain in each layer (code; paper "w.r.t. the full dense
+  network"). An event that would pass the target prunes less (code; the paper has no such rule). Both masks are cut from
+  the mask before the round.
+- channels: the threshold is taken in each layer (code; paper among all). One channel more than the share is pruned, and
+  no layer falls below half of its channels, so there is at most one event each. Channels are independent of the target
+  (code and Section 3.5;
   Algorithm 2 stops at the target). Weights first, then channels.
-- distance above epsilon, pruned below target (code; paper at least epsilon). With hybrid pruning epsilon is 0.0005 for
-  weights and 0.01 for channels (code; paper 0.05). The pruned fraction is of all parameters;
+- an event needs a distance above epsilon and a pruned fraction below the target (code; paper at least epsilon). With
+  hybrid pruning epsilon is 0.0005 for weights and 0.01 for channels (code; paper 0.05). The pruned fraction is of all
+  parameters;
   published hybrid pruning counts the linear layers' biases as pruned, a third of a percent.
 - BatchNorm's running statistics stay with the client; the server averages them for the global model alone (code).
   Unstructured pruning is of a network without BatchNorm (code).

@@ -47,14 +47,14 @@ Pairs = Annotated[
     Option("-s", "--set", metavar="KEY=VALUE", help="a setting, as KEY=VALUE alone", autocompletion=complete_keys),
 ]
 Workers = Annotated[
-    int | None, Option(metavar="N", min=1, max=1000, help="runs at a time (default: the GPUs, else the cores)")
+    int | None, Option(metavar="N", min=1, max=1000, help="runs at a time (default: as many as GPUs, else cores)")
 ]
 
 Slurm = Annotated[
     list[str] | None,
     Option(
         metavar="KEY=VALUE",
-        help="the runs are jobs of a Slurm cluster, e.g. slurm_partition=gpu (keys of submitit); may be given often",
+        help="make each run a job of a Slurm cluster, e.g. slurm_partition=gpu (keys of submitit); may be repeated",
     ),
 ]
 

@@ -12,8 +12,8 @@ from typer import Argument, Option
 from fedsub_app.common.errors import UserError
 
 MAX_NODES, MAX_DAYS = 1000, 3650
-app = typer.Typer(help="A SuperLink and SuperNodes on this machine; keys for those on several.", no_args_is_help=True)
-Dir = Annotated[Path | None, Option(metavar="DIR", help="its folder (default: $FEDSUB_RUNS/federation)")]
+app = typer.Typer(help="A SuperLink and SuperNodes on this machine; keys for several machines.", no_args_is_help=True)
+Dir = Annotated[Path | None, Option(metavar="DIR", help="the federation's folder (default: $FEDSUB_RUNS/federation)")]
 
 
 def _folder(folder: Path | None) -> Path:
@@ -23,24 +23,29 @@ def _folder(folder: Path | None) -> Path:
 @app.command()
 def up(
     nodes: Annotated[
-        int | None, Option(metavar="N", min=0, max=MAX_NODES, help="SuperNodes of this machine (default: 2)")
+        int | None, Option(metavar="N", min=0, max=MAX_NODES, help="SuperNodes on this machine (default: 2)")
     ] = None,
     partitions: Annotated[
         int | None, Option(metavar="N", min=1, max=MAX_NODES, help="SuperNodes in all (default: this machine's)")
     ] = None,
-    name: Annotated[str | None, Option(help="name of its connection, for --engine (default: federation)")] = None,
-    host: Annotated[str | None, Option(help="name or address of its door for other machines (default: none)")] = None,
+    name: Annotated[str | None, Option(help="the connection's name, for --engine (default: federation)")] = None,
+    host: Annotated[
+        str | None, Option(help="name or address of the door for other machines (default: no door)")
+    ] = None,
     door: Annotated[
-        int | None, Option(metavar="PORT", min=1, max=65535, help="door for other machines' nodes (default: 8443)")
+        int | None, Option(metavar="PORT", min=1, max=65535, help="port of the door for other machines (default: 8443)")
     ] = None,
     port: Annotated[
-        int | None, Option(min=1, max=65535, help="of the SuperLink, on this machine alone (default: a free one)")
+        int | None, Option(min=1, max=65535, help="the SuperLink's port, on this machine alone (default: a free one)")
     ] = None,
     listen: Annotated[
-        str | None, Option(metavar="ADDRESS", help="0.0.0.0: no door; whoever reaches --port may start code on nodes")
+        str | None,
+        Option(
+            metavar="ADDRESS", help="0.0.0.0: open --port, without a door; whoever reaches it may start code on nodes"
+        ),
     ] = None,
     data_dir: Annotated[
-        str | None, Option(metavar="DIR", help="the nodes' data (default: the setting data-dir)")
+        str | None, Option(metavar="DIR", help="folder of the nodes' data (default: the setting data-dir)")
     ] = None,
     insecure: Annotated[bool, Option("--insecure", help="neither TLS nor node keys")] = False,
     dir: Dir = None,
@@ -68,7 +73,7 @@ def up(
 
 @app.command()
 def down(dir: Dir = None) -> None:
-    """End it; its keys, logs and database stay."""
+    """End the federation; its keys, logs and database stay."""
     from fedsub_app.deployment.federation import down as end
 
     print(f"ended: {', '.join(end(_folder(dir))) or 'nothing ran'}")
@@ -76,7 +81,7 @@ def down(dir: Dir = None) -> None:
 
 @app.command()
 def status(dir: Dir = None) -> int:
-    """Say which parts of it run; exit code 1: not all."""
+    """Say which parts of the federation run; exit code 1: some do not."""
     from fedsub_app.deployment.federation import status as look
 
     complete, lines = look(_folder(dir))
@@ -87,7 +92,7 @@ def status(dir: Dir = None) -> int:
 @app.command()
 def node(
     superlink: Annotated[str, Option(metavar="HOST:PORT", help="the SuperLink's door")],
-    partition: Annotated[int, Option(metavar="N", help="its place among the nodes, from 0")],
+    partition: Annotated[int, Option(metavar="N", help="the node's place among all, from 0")],
     partitions: Annotated[int, Option(metavar="N", min=1, max=MAX_NODES, help="number of nodes in all")],
     key: Annotated[Path | None, Option(metavar="FILE", help="the node's private key")] = None,
     ca: Annotated[Path | None, Option(metavar="FILE", help="the federation's ca.crt")] = None,
@@ -97,13 +102,15 @@ def node(
     ] = None,
     state: Annotated[
         Path | None,
-        Option(metavar="DIR", help="its clients' state (default: ~/.local/state/fedsub, of a unit /var/lib/fedsub)"),
+        Option(metavar="DIR", help="its clients' state (default: ~/.local/state/fedsub; for a unit /var/lib/fedsub)"),
     ] = None,
-    port: Annotated[int, Option(help="of 127.0.0.1, for the node's own processes")] = 9094,
+    port: Annotated[int, Option(help="port of 127.0.0.1 for the node's own processes")] = 9094,
     insecure: Annotated[bool, Option("--insecure", help="neither TLS nor a key")] = False,
     install: Annotated[bool, Option("--install", help="write a systemd unit instead of starting the node")] = False,
-    user: Annotated[str, Option(help="of --install: the unit's user")] = "fedsub",
-    unit: Annotated[Path | None, Option(metavar="FILE", help="of --install (default: fedsub-node.service)")] = None,
+    user: Annotated[str, Option(help="with --install: the unit's user")] = "fedsub",
+    unit: Annotated[
+        Path | None, Option(metavar="FILE", help="with --install: the unit's file (default: fedsub-node.service)")
+    ] = None,
 ) -> int:
     """Start this machine's node of a federation, after a check of key, data and SuperLink."""
     from fedsub_app.deployment import node as module
@@ -125,10 +132,10 @@ def node(
 @app.command()
 def keys(
     folder: Annotated[Path, Argument(metavar="DIR")],
-    host: Annotated[list[str] | None, Option(help="name or address of the SuperLink; may be given often")] = None,
-    nodes: Annotated[int, Option(metavar="N", min=0, max=MAX_NODES, help="key pairs of nodes")] = 0,
+    host: Annotated[list[str] | None, Option(help="name or address of the SuperLink; may be repeated")] = None,
+    nodes: Annotated[int, Option(metavar="N", min=0, max=MAX_NODES, help="key pairs for nodes")] = 0,
     days: Annotated[int, Option(metavar="N", min=1, max=MAX_DAYS, help="days for which a certificate is valid")] = 365,
-    user: Annotated[list[str] | None, Option(help="name of one who may start runs; may be given often")] = None,
+    user: Annotated[list[str] | None, Option(help="name of a user who may start runs; may be repeated")] = None,
 ) -> None:
     """Make the certificates and keys that a federation lacks."""
     from fedsub_app.deployment.keys import make_keys
@@ -141,7 +148,9 @@ def keys(
 def connect(
     superlink: Annotated[str, Option(metavar="HOST:PORT", help="the SuperLink's door")],
     ca: Annotated[Path, Option(metavar="FILE", help="the federation's ca.crt")],
-    certificate: Annotated[Path, Option(metavar="FILE", help="the user's user-NAME.pem; user-NAME.key lies beside")],
+    certificate: Annotated[
+        Path, Option(metavar="FILE", help="the user's user-NAME.pem; user-NAME.key must lie beside it")
+    ],
     name: Annotated[str, Option(help="name of the connection, for --engine")] = "federation",
 ) -> None:
     """Let this machine's user start runs on a federation elsewhere."""
@@ -167,7 +176,7 @@ def connect(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def flwr(context: typer.Context) -> int:
-    """Run a command of Flower's through such a door: `list federation`, `stop ID federation`."""
+    """Run a command of Flower's with a connection's certificate: `list federation`, `stop ID federation`."""
     from fedsub_app.deployment import flower
 
     return subprocess.run(flower.flwr(*context.args), env=flower.full_environment(), check=False).returncode
@@ -176,11 +185,11 @@ def flwr(context: typer.Context) -> int:
 def setup(
     cluster: Annotated[
         int | None,
-        Option(metavar="N", min=1, help="also ray-cluster: N simulated nodes on a Ray cluster that runs already"),
+        Option(metavar="N", min=1, help="also register ray-cluster: N simulated nodes on a running Ray cluster"),
     ] = None,
-    quiet: Annotated[bool, Option("--quiet", help="print nothing where it succeeds")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="print nothing on success")] = False,
 ) -> None:
-    """Register the Flower connection local-simulation in this environment; once."""
+    """Register the Flower connection local-simulation in this environment; needed once."""
     from fedsub_app.deployment import flower
 
     lines = flower.setup(cluster)

@@ -58,7 +58,7 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
 
 def copy(
     name: Annotated[str, Argument(help="an experiment or a table", autocompletion=complete_experiments)],
-    target: Annotated[Path, Argument(metavar="FILE", help="a new file, my.toml")],
+    target: Annotated[Path, Argument(metavar="FILE", help="a new file, such as my.toml")],
 ) -> None:
     """Copy an experiment or a table to a file that you can change and run."""
     files = experiments() | tables()

@@ -52,7 +52,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="fedsub's and its packages'")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="print the versions of fedsub and its packages",
+        ),
     ] = False,
 ) -> None: ...
 

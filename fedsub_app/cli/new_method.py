@@ -17,7 +17,9 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 
 
-def write_method(name: Annotated[str, Argument(help="FedFoo: its classes; in lower case its `method`")]) -> None:
+def write_method(
+    name: Annotated[str, Argument(help="name of the classes, such as FedFoo; in lower case the `method`")],
+) -> None:
     """Write the files of a method of your own, to be filled in."""
     from fedsub_app.deployment.flower import PROJECT
 

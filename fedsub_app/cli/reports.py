@@ -50,7 +50,11 @@ def analyse(
     folder: Annotated[Path, Argument(metavar="DIR", help="directory of a run")],
     approximation: Annotated[
         int | None,
-        Option(metavar="ROUNDS", min=1, help="instead: cosine of federated and central training over so many rounds"),
+        Option(
+            metavar="ROUNDS",
+            min=1,
+            help="draw instead the cosine of federated and central training over this many rounds",
+        ),
     ] = None,
     starts: Annotated[
         Path | None, Option(metavar="DIR", help="with --approximation: start from this run's checkpoints")
@@ -73,11 +77,15 @@ def analyse(
 
 def export(
     folders: Annotated[list[Path], Argument(metavar="DIR...", help="directories of runs")],
-    clients: Annotated[bool, Option("--clients", help="a row a client and evaluation instead of one a round")] = False,
-    out: Annotated[Path | None, Option(metavar="FILE", help="write it there")] = None,
+    clients: Annotated[
+        bool, Option("--clients", help="a row for each client and evaluation, not for each round")
+    ] = False,
+    out: Annotated[Path | None, Option(metavar="FILE", help="write the CSV there")] = None,
     onnx: Annotated[Path | None, Option(metavar="FILE", help="write the model of one run there, as ONNX")] = None,
-    adapter: Annotated[Path | None, Option(metavar="FOLDER", help="write its LoRA adapter there, for peft")] = None,
-    merged: Annotated[Path | None, Option(metavar="FOLDER", help="write all its weights there")] = None,
+    adapter: Annotated[
+        Path | None, Option(metavar="FOLDER", help="write the model's LoRA adapter there, for peft")
+    ] = None,
+    merged: Annotated[Path | None, Option(metavar="FOLDER", help="write all weights of the model there")] = None,
     client: Client = None,
 ) -> None:
     """Print the rounds of runs, or their clients' numbers, as CSV; or write a model."""

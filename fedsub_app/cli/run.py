@@ -35,7 +35,7 @@ def run(
         bool, Option("--dry-run", help="print settings, clients, bytes, FLOPs, memory; train nothing")
     ] = False,
 ) -> int:
-    """Run an experiment; without any word the quickstart, with settings alone those of pyproject.toml."""
+    """Run an experiment; without arguments the quickstart, with settings alone the defaults and these settings."""
     from fedsub_app.deployment import flower
     from fedsub_app.runs.recorded import RunFailed, settings_of
 

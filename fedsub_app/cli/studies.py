@@ -21,14 +21,14 @@ def reproduce(
     slurm: Slurm = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="default: $FEDSUB_RUNS/reproduce/<name>")] = None,
     only: Annotated[
-        list[str] | None, Option(metavar="NAME", help="run this method or setting only; may be given often")
+        list[str] | None, Option(metavar="NAME", help="run this method or setting only; may be repeated")
     ] = None,
     check: Annotated[
         Path | None, Option(metavar="FILE", help="a table's JSON: run its keys and seeds anew and compare with it")
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="check every row's settings and list the runs")] = False,
 ) -> int:
-    """Run a table's experiments over seeds, beside the paper's numbers."""
+    """Run a table's experiments over seeds; show them beside the paper's numbers."""
     overrides = checked([*(words or ()), *(pairs or ())])
     from fedsub_app.studies.reproduce import reproduce as run_table
 
@@ -50,14 +50,18 @@ def sweep(
         ),
     ] = None,
     trials: Annotated[
-        int | None, Option(metavar="N", min=1, max=100_000, help="settings to try (default: lists alone: all)")
+        int | None,
+        Option(metavar="N", min=1, max=100_000, help="settings to try (default: all, where there is no range)"),
     ] = None,
     search: Annotated[
-        SearchMethod | None, Option(help="default: grid; with --trials random; optuna learns from earlier trials")
+        SearchMethod | None, Option(help="default: grid, with --trials random; optuna learns from earlier trials")
     ] = None,
     metric: Annotated[
         str | None,
-        Option(metavar="NAME", help="final score that ranks the trials (default: on validation data, as evaluated)"),
+        Option(
+            metavar="NAME",
+            help="final score that ranks the trials (default: the clients' score on validation data)",
+        ),
     ] = None,
     seeds: Annotated[int, Option(metavar="N", min=1, max=1000, help="runs of each setting")] = 1,
     workers: Workers = None,

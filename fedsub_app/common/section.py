@@ -52,7 +52,7 @@ class SeedSettings(Section):
     """The seed of everything random."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Decides everything random, together with round, client and purpose."""
+    """Seed of everything random, together with round, client and purpose."""
 
 
 class ClientsSettings(Section):

@@ -65,19 +65,19 @@ class DataSettings(SeedSettings):
         tuple[Literal["auc", "f1", "balanced-accuracy", "spread"], ...],
         Listed("allowed are auc, f1, balanced-accuracy, spread, comma-separated, or ''"),
     ] = ()
-    """Further numbers of each evaluation: auc, f1 and balanced-accuracy of a classification, and spread.
+    """Further metrics of each evaluation: auc, f1 and balanced-accuracy for a classification, spread for any task.
 
     auc and f1 are means over the classes. spread: standard deviation, 10 % and 90 % quantile of each metric over the
     clients.
     """
     dataset: Annotated[str, AfterValidator(_named)] = "digits"
-    """A name of `fedsub list datasets`, of your own files, image sets joined by +, or a source (docs/own-data.md).
+    """A name of `fedsub list datasets` or of your own images, image sets joined by +, or a source (docs/own-data.md).
 
-    "csv:FILE", "tsv:FILE", "parquet:FILE", "jsonl:FILE", where FILE may have a * for several; "hf:NAME or folder" with
-    the package datasets; "my_data.py:load", a function of yours.
+    Sources: "csv:FILE", "tsv:FILE", "parquet:FILE", "jsonl:FILE", where a * in FILE names several files; "hf:NAME or
+    folder", which needs the package datasets; "my_data.py:load", a function of yours.
     """
     input: Names = ()
-    """Columns of a source's inputs, numbers or one of texts or images; "": all others."""
+    """Columns of a source's inputs: columns of numbers, or one column of texts or images; "": all other columns."""
     label: Names = ("label",)
     """Columns of a source's labels; next-token needs none."""
     group: str = ""
@@ -85,7 +85,7 @@ class DataSettings(SeedSettings):
     tokenizer: str = "characters"
     """Tokens of texts: characters, words, bpe (made of the training texts), or "transformers:FOLDER or name"."""
     tokens: Count = 64
-    """Tokens of a sample of text; longer ones are cut, next-token takes the rest as further samples."""
+    """Tokens of a sample of text; a longer text is cut, and next-token makes further samples of the rest."""
     vocabulary: Annotated[int, Field(ge=3, le=1_000_000)] = 8_000
     """Greatest number of tokens of a tokenizer that is made of the training texts."""
     domains: Names = ()
@@ -97,24 +97,24 @@ class DataSettings(SeedSettings):
     test_per_class: CountOrNone = None
     """Test images of each class and source, chosen at random; 0: all.
 
-    Where a class has fewer, all test images of that source come from its training images that ``train-per-class`` left
-    over (a note says so).
+    Where a class of a source has fewer test images, all test images of the source are training images that
+    ``train-per-class`` left over (a note says so).
     """
     image_size: Annotated[int | None, Field(ge=0, le=4096), ZERO_IS_NONE, NONE_IS_ZERO] = None
     """Height and width in pixels, bilinear with antialiasing; 0: the largest of the sources."""
     normalise: Normalise = "standard"
-    """Each channel: mean 0 and deviation 1 in the training images, (x - 0.5) / 0.5, or [0, 1].
+    """Scale each channel to mean 0 and deviation 1 over the training images, to (x - 0.5) / 0.5, or to [0, 1].
 
     Synthetic data and features are never normalised.
     """
     features: Features = "none"
-    """The images themselves, or 3,072 features of each by two networks trained on ImageNet, or random; or 1,280 by one.
+    """Inputs: the images, 3,072 features of two networks that are trained on ImageNet or random, or 1,280 of one.
 
     Features are extracted once, on a GPU if there is one, and cached in $FEDSUB_CACHE (data/features.py). Images are
     resized to the networks' size, so ``image-size`` must be 0.
     """
     backbone_dir: TextOrNone = None
-    """Folder of these networks' weights, in torchvision's files; "": torch's hub folder, downloaded if missing."""
+    """Folder of the weights for ``features``, in torchvision's files; "": torch's hub folder, downloaded if missing."""
 
 
 class PartitionSettings(SeedSettings, ClientsSettings):
@@ -127,48 +127,49 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     class by its own Dirichlet draw; ``shards``: shards of the data sorted by label, whose sizes differ by at most 1;
     ``classes``: some classes a client; ``source``: one client a source of a combined data set, or a domain;
     ``source-classes``: some classes of a source a client; ``lists``: classes as written in ``class-lists``; ``column``:
-    whole groups of the column ``group``, or sources, one or more a client, or with a multiple of clients each group
-    dealt over equally many; ``flwr:NAME``: a partitioner of flwr-datasets, such as flwr:LinearPartitioner, with
-    ``partition-options``.
+    whole groups of the column ``group``, or sources, one or more a client; where the clients are a multiple of the
+    groups, each group is dealt over equally many clients; ``flwr:NAME``: a partitioner of flwr-datasets, such as
+    flwr:LinearPartitioner, with ``partition-options``.
     """
     partition_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of partition = "flwr:NAME": "alpha=0.3, partition_by='label'"; its columns are label and source."""
     dirichlet_alpha: Positive = 0.5
     """Concentration of partition = "dirichlet" or "quantity"; small is uneven."""
     min_samples: CountOrNone = None
-    """Least samples of a client, of which parts may go to its tests; 0: as few as it needs.
+    """Least samples of a client before its test and validation parts are set aside; 0: as few as a client needs.
 
-    dirichlet and quantity are drawn anew up to ten times where a client has fewer.
+    Where a client has fewer, dirichlet and quantity are drawn anew, up to ten times.
     """
     samples_per_client: CountOrNone = None
-    """Samples that each client draws with replacement, partition = "iid" or "dirichlet"; 0: all are shared out.
+    """Samples that each client draws with replacement, with partition = "iid" or "dirichlet"; 0: share out all.
 
-    Each client draws the fractions of its classes from the Dirichlet distribution, rounded, or all samples alike (IST).
-    The last class takes what the rounding leaves, so that a client may have some more samples.
+    dirichlet: each client draws the fractions of its classes, rounded to samples; iid: all samples are equally likely
+    (IST). The last class takes what the rounding leaves, so that a client may have some more samples.
     """
     shards_per_client: Count = 2
     """Shards of each client with partition = "shards"."""
     classes_per_client: Count = 5
     """Classes of each client with partition = "classes" or "source-classes".
 
-    Where all clients together have fewer than there are, classes are left out.
+    Where all clients together have fewer classes than the data set, the other classes are left out.
     """
     repeat_classes: bool = False
-    """Deal classes as FedSelect's code does: a client may be dealt a class twice, and has two parts of it."""
+    """Deal classes as FedSelect's code does: a client may be dealt a class twice and then has two parts of it."""
     class_lists: ClassLists = ()
     """The classes of each client with partition = "lists": "0 2, 1 3".
 
-    A class in several lists is split evenly among them, one in no list is not used.
+    A class in several lists is split evenly among the clients; a class in no list is not used.
     """
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of a client's training samples set aside for validation, rounded down."""
     client_test: Literal["labels", "holdout", "pooled"] = "labels"
-    """Test samples of a client: all of its labels and sources, or a part of its own samples.
+    """Test samples of a client: all test samples of its labels and sources, or a part of its own samples.
 
-    With pooled the clients divide training and test set together, PFLlib's protocol, and no global test set is left.
+    pooled is PFLlib's protocol: training and test set are joined and divided over the clients; no global test set is
+    left.
     """
     holdout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Fraction of its own samples with client-test = "holdout" or "pooled", rounded down, at least one sample.
+    """Fraction of a client's samples for its test, client-test = "holdout" or "pooled"; rounded down, at least one.
 
     The test part is taken before the validation part.
     """

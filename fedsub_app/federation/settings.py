@@ -32,8 +32,8 @@ class FederationSettings(SeedSettings, ClientsSettings):
     """Over-sampling factor: this many times clients-per-round are asked; 1.3: 13 clients where 10 take part.
 
     The round continues when clients-per-round valid replies are in; the others are ignored. Where all nodes are
-    simulated the server waits for all replies and takes the clients that were drawn first: the ones that take part
-    without this key, and for each invalid reply the client that was drawn next.
+    simulated, the server waits for all replies. It takes the clients that take part without this key, and for each
+    invalid reply the client that was drawn next.
     """
     min_replies: Count = 1
     """A round with fewer valid replies is abandoned."""
@@ -46,13 +46,14 @@ class FederationSettings(SeedSettings, ClientsSettings):
 
     Norms are Euclidean. Updates are compared in the order of the clients, the first eight together; updates that change
     nothing are left out. A median counts as at least a hundredth of the model's norm; fewer than three updates are
-    compared with that norm itself. So are other tensors that a method's server remembers, such as moments.
+    compared with the model's norm. Other tensors that a method's server remembers, such as moments, have the same
+    limit.
     """
     weighting: Literal["auto", "uniform", "examples"] = "auto"
     """A client's weight in a mean: the same for all clients, or its number of training samples.
 
-    ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl, feddst, fedit, flexlora and flora, as in their papers,
-    but with a robust mean or noise; the same for all other methods.
+    ``auto``: by samples for fedavg, fedprox, moon, fedala, ssfl, feddst, fedit, flexlora and flora, as in their papers;
+    the same for all other methods, and with a robust mean or noise.
     """
     devices: Annotated[str, AfterValidator(checked)] = ""
     """Device classes of the clients: a preset's name, or a file of yours, "FILE.toml" (docs/devices.md); "": none."""
@@ -62,11 +63,11 @@ class FederationSettings(SeedSettings, ClientsSettings):
     With ``oversample`` the replies that are first by that clock count.
     """
     min_width: Fraction = 0.0
-    """Clients whose device class has a smaller width never take part; 1: only those that hold the whole network."""
+    """Clients whose device class has a smaller width never take part; 1: only clients with the whole network do."""
     held_out_clients: CountOrZero = 0
     """Clients, drawn from the seed, that never take part; their scores are reported apart."""
     placement: Literal["auto", "balanced", "pinned"] = "auto"
-    """Clients are spread evenly over the nodes, or client c is on the node c mod num-partitions.
+    """Place of the clients: spread evenly over the nodes, or client c on the node c mod num-partitions.
 
     ``auto``: balanced in a simulation, pinned on real nodes.
     """
@@ -75,7 +76,7 @@ class FederationSettings(SeedSettings, ClientsSettings):
     message_mb: Positive = 192.0
     """Upper bound in MiB on a message plus its reply; a message always holds at least one client's task."""
     min_nodes: CountOrNone = None
-    """Nodes to wait for at the start; 0: the num-partitions that the nodes report."""
+    """Nodes to wait for at the start; 0: as many as the nodes report as num-partitions."""
     node_timeout: Positive = 120.0
     """Seconds to wait for the nodes at the start."""
     round_timeout: Positive = 3600.0
@@ -132,12 +133,13 @@ class DefenceSettings(FederationSettings):
     robust: Literal["auto", "on", "off"] = "auto"
     """Bound each update by the others of its round, tensor by tensor; auto: where nodes are real.
 
-    An update of more than five times the round's median norm is refused; each tensor's change is brought down to the
-    median of the clients', of this round and the last five. Where the merged model is far worse on the server's test
-    samples than the last ones, harmful updates are left out, or it is not kept. The server holds a round's updates.
+    An update of more than five times the round's median norm is refused. Each tensor's change is cut to the median of
+    the clients' changes in this round and the last five. Where the merged model is far worse on the server's test
+    samples than the last models, harmful updates are left out, or the merged model is not kept. The server holds all
+    updates of a round.
     """
     min_contributors: Count = 1
-    """A position of the model that fewer clients of a round contribute to keeps its value.
+    """Least clients of a round that contribute to a position of the model; with fewer the position keeps its value.
 
     A round with fewer valid replies is abandoned.
     """
@@ -150,16 +152,17 @@ class DefenceSettings(FederationSettings):
     mean: Literal["average", "median", "trimmed", "krum"] = "average"
     """Aggregation: weighted mean; or median or trimmed mean of each position; or the update that Krum chooses.
 
-    The last three count every client once, whatever its examples, and the server holds all updates of a round.
+    median, trimmed and krum count every client once, whatever its examples; the server then holds all updates of a
+    round.
     """
     trim_fraction: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """Fraction of a position's smallest and of its largest values that mean = "trimmed" leaves out."""
     byzantine_clients: CountOrZero = 1
-    """Hostile clients of a round that mean = "krum" withstands: f of at least 2 f + 3."""
+    """Hostile clients f of a round that mean = "krum" withstands; a round needs at least 2 f + 3 replies."""
     dp_noise_multiplier: NonNegative = 0.0
-    """Standard deviation of the Gaussian noise in the sum of the clients' changes, over clip-norm; 0: no privacy."""
+    """Standard deviation, in units of clip-norm, of the Gaussian noise in the sum of changes; 0: no privacy."""
     dp_noise_by: Literal["server", "clients"] = "server"
-    """Where the noise is added: to the sum, or by each client to its clipped answer, a share of it, before it is sent.
+    """Where the noise is added: to the sum; or each client adds its share to its clipped answer, before it sends.
 
     With ``clients`` the server sees noisy answers alone, and a round without all answers is abandoned.
     """
@@ -167,23 +170,23 @@ class DefenceSettings(FederationSettings):
     """delta of the (epsilon, delta) that every round's line reports."""
 
     secure_aggregation: bool = False
-    """The server gets the sum of the clients' updates, and no single one (SecAgg+; docs/security.md).
+    """The server gets the sum of the clients' updates, and no single update (SecAgg+; docs/security.md).
 
     ``max-update-norm`` and ``robust`` do nothing then, and each client clips its own change to ``clip-norm``.
     """
     secure_dropouts: Annotated[float, Field(ge=0, lt=0.5)] = 0.3
-    """Fraction of the others that a trained client may lose in secure-aggregation; with more the round is abandoned."""
+    """Fraction of a client's neighbours that secure-aggregation may lose; with more lost the round is abandoned."""
     secure_corrupted: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
-    """Fraction of the clients that may work with the server in secure-aggregation, in rounds of more than 25."""
+    """Fraction of the clients that may collude with the server in secure-aggregation, in rounds of over 25 clients."""
     secure_masks: Literal["secret", "public"] = "secret"
-    """Whether secure-aggregation counts the positions that clients choose under masks, or they travel in the clear.
+    """Positions that clients choose: secure-aggregation counts them under masks, or they travel in the clear.
 
-    Either way positions of fewer than ``min-contributors`` clients stay closed.
+    Either way a position of fewer than ``min-contributors`` clients keeps its value.
     """
     secure_range: Positive = 8.0
-    """Bound of a value's change, or of the value where that is sent, with secure-aggregation; larger ones are clipped.
+    """Bound in secure-aggregation of a value's change, or of a value that is sent itself; larger ones are clipped.
 
-    ``clipped-values`` in a round's line is the fraction that was.
+    ``clipped-values`` in a round's line is the fraction of clipped values.
     """
 
     @property
@@ -251,11 +254,11 @@ class AttackSettings(ClientsSettings):
     """Simulated attackers, for research."""
 
     attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
-    """Attack: send minus the change, or a multiple of it; or train on labels counted from the last class.
+    """Attack: send a negative or a positive multiple of the change, or train on labels counted from the last class.
 
     Attackers change trainable parameters alone; the rest of their replies is honest.
     """
     attackers: CountOrZero = 1
     """Clients 0 to attackers - 1 attack."""
     attack_scale: Positive = 10.0
-    """Factor of the change that attack = "scale" sends, and with a minus sign "sign-flip"."""
+    """Factor of the change that attack = "scale" sends; "sign-flip" sends the change times minus this factor."""
