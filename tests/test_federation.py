@@ -596,6 +596,10 @@ def test_two_nodes_of_one_partition() -> None:
     [
         ({}, "node 2: --node-config = {}: needs partition-id=<int> num-partitions=<int>"),
         (
+            {"partition-id": 0, "private-data": "/home/ann/patients"},  # the server need not learn the path
+            "node 2: --node-config = {'partition-id': 0}: needs partition-id=<int> num-partitions=<int>",
+        ),
+        (
             {"partition-id": "0", "num-partitions": 2},
             "node 2: --node-config = {'partition-id': '0', 'num-partitions': 2}: "
             "needs partition-id=<int> num-partitions=<int>",

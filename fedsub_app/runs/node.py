@@ -68,7 +68,8 @@ def roll_call(header: Json, context: Context, source: Source) -> Json:
         return answer | {"error": _other_code(header["code"])}
     partition, count = config.get("partition-id"), config.get("num-partitions")
     if not isinstance(partition, int) or not isinstance(count, int):
-        return answer | {"error": f"--node-config = {dict(config)}: needs partition-id=<int> num-partitions=<int>"}
+        given = {key: config[key] for key in ("partition-id", "num-partitions") if key in config}  # paths stay here
+        return answer | {"error": f"--node-config = {given}: needs partition-id=<int> num-partitions=<int>"}
     if not 0 <= partition < count:
         return answer | {"error": f"partition-id = {partition}: must be 0 to num-partitions - 1"}
     if "settings" in header:
