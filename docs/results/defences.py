@@ -1,9 +1,10 @@
 """Pages that concern no paper's claim: text with fields in braces, filled with the numbers of the data files.
 
-``{table | method | setting}`` is an accuracy, with ``| key`` another number of the row's first run.
+``{table | method | setting}`` is an accuracy; with ``| key`` it is the mean of another number over the row's runs.
 ``{matrix table}`` is a table of methods and settings, ``{adapters table}`` one of adapters.md,
-``{pairs table}`` has a method without → with ``robust``,
-``{settings table}`` a setting a line, ``{privacy table}`` the rows of privacy.md; ``{command table}`` repeats it.
+``{pairs table}`` has each method's accuracies without → with ``robust``,
+``{settings table}`` one line per setting, ``{privacy table}`` the rows of privacy.md, ``{variants table}`` a column per
+variant of a method; ``{command table}`` is the command that repeats the table.
 ``{budgets table}`` has a table for each setting: scores of runs with ``all-budgets`` at each budget, and by width.
 """
 
@@ -33,7 +34,7 @@ def _text(found: Sample) -> str:
 
 
 def matrix(content: Json) -> str:
-    """Return a table of accuracies, published ones in brackets: a line a method, a column a setting."""
+    """Return a table of accuracies, published ones in brackets: one line per method, one column per setting."""
     settings = _names(content, "setting")
 
     def cell(method: str, setting: str) -> str:
@@ -47,7 +48,7 @@ def matrix(content: Json) -> str:
 
 
 def pairs(content: Json) -> str:
-    """Return a table of accuracies without → with ``robust``: a line a method, a column a setting."""
+    """Return a table of accuracies without → with ``robust``: one line per method, one column per setting."""
     settings, lines = _names(content, "setting"), []
     for method in dict.fromkeys(name.rpartition(",")[0] for name in _names(content, "method")):
         both = [[_sample(content, f"{method}, robust {each}", at) for each in ("off", "on")] for at in settings]
@@ -57,7 +58,7 @@ def pairs(content: Json) -> str:
 
 
 def by_setting(content: Json) -> str:
-    """Return a table of accuracies: a line a setting, with the difference of its two methods."""
+    """Return a table of accuracies: one line per setting, with the difference of its two methods."""
     first, second = _names(content, "method")
     lines = []
     for setting in _names(content, "setting"):
@@ -84,7 +85,7 @@ def privacy(content: Json) -> str:
 
 
 def variants(content: Json) -> str:
-    """Return a table of a setting's accuracies: a line a method, a column a variant ("method, variant")."""
+    """Return a table of a setting's accuracies: one line per method, one column per variant ("method, variant")."""
     (setting,) = _names(content, "setting")
     names = [name.rpartition(", ") for name in _names(content, "method")]
     kinds = list(dict.fromkeys(kind for _, _, kind in names))
@@ -101,8 +102,8 @@ def variants(content: Json) -> str:
 def budgets(content: Json) -> str:
     """Return for each setting a table of scores at equal budgets and, at the first of them, by width.
 
-    A cell has the mean of the last evaluated rounds within the budget and, in brackets, the share of the budget that
-    runs had spent which ended below 95 % of it.
+    A cell has the mean score at the last evaluated round within the budget. Where the runs ended below 95 % of the
+    budget, the share that they had spent follows in brackets.
     """
     parts = []
     for setting in _names(content, "setting"):

@@ -1,7 +1,7 @@
 """``make results``: the pages of this folder, made from the claims (claims/*.toml) and the runs' numbers (data/*.json).
 
-``make results RUNS=$FEDSUB_RUNS/reproduce`` puts finished runs into data/ before. Nothing here holds a measured number.
-README.md: every claim with its verdict; a page a paper; learning curves as SVG.
+``make results RUNS=$FEDSUB_RUNS/reproduce`` first puts finished runs into data/. Nothing here holds a measured number.
+The module writes README.md with every claim's verdict, one page per paper, and learning curves as SVG.
 """
 
 import hashlib
@@ -45,21 +45,23 @@ Json = dict[str, Any]
 PAPERS = ("fedpart", "fedpews", "fedselect", "sub-fedavg", "ist")
 UNITS = {"final": "points", "rounds-to-target": "rounds", "MB": "% of bytes", "GFLOPs": "% of FLOPs"}
 MADE = "<!-- made by `make results` of claims/* and data/*.json; edit those -->"
-RULE = f"""The difference of two rows has the 95 % t-interval over seeds: paired by seed, or Welch's where only mean and
-standard deviation of the runs were kept. A target that was not reached counts as the last round. One seed has
-± {SIGMAS} of the paper's standard deviations of that difference (three runs given as minimum to maximum: their range
-/ 1.693), and decides nothing where the paper states none. Bytes by the formula and FLOPs, which no seed changes, have
-the paper's rounding.
+RULE = f"""The difference of two rows has its 95 % t-interval over seeds. The interval is paired by seed, or Welch's
+where only the runs' mean and standard deviation were kept. A target that was not reached counts as the last round. With
+one seed the interval is ± {SIGMAS} of the paper's standard deviations of that difference; where the paper gives three
+runs as minimum to maximum, a row's standard deviation is their range / 1.693. Where the paper states no deviation, one
+seed decides nothing. No seed changes bytes by the formula or FLOPs: their interval is the paper's rounding.
 
-- *reproduced*: the interval excludes 0 on the paper's side and holds the paper's effect, or the paper states no number.
-- *direction only*: it excludes 0 on the paper's side and excludes the paper's effect, which is smaller or larger here.
-- *not reproduced*: it excludes the paper's effect, or 0 on the other side, and does not exclude 0 on the paper's side.
-- *undecided*: it holds both 0 and the paper's effect; or runs are shorter than the paper's; or there is one seed, with
-  a difference below {SIGMAS} of the paper's standard deviations.
-- *not run*: no run of these rows in data/. *data missing*: the paper's data could not be had.
+- *reproduced*: the interval lies on the paper's side of 0, and holds the paper's effect if the paper states a number.
+- *direction only*: the interval lies on the paper's side of 0 and excludes the paper's effect, which is smaller or
+  larger here.
+- *not reproduced*: the interval lies on the other side of 0, or it holds 0 and excludes the paper's effect.
+- *undecided*: the interval holds 0, and the paper's effect if the paper states a number; or the runs are shorter than
+  the paper's or otherwise reduced; or there is one seed, and the difference is below {SIGMAS} of the paper's standard
+  deviations.
+- *not run*: one of the rows has no run in data/. *data missing*: the paper's data could not be had.
 
-Seeds: a claim of full length that three seeds leave undecided gets seeds 3 and 4 for both of its rows where a run takes
-minutes, once, whatever they show; this was fixed before those runs. Intervals are not widened for that second look."""
+Further seeds: where a run takes minutes, both rows of a full-length claim that three seeds leave undecided get seeds 3
+and 4, once, whatever they show. This was fixed before those runs. No interval is widened for that second look."""
 
 
 def stated(text: str) -> tuple[float, float] | None:
@@ -160,8 +162,8 @@ class Claim:
         return [str(self.number), words, f"{effect} {self.unit}", self.rows, found, self.size, verdict]
 
 
-COST = """A run has one core; its hours are those of the clock, with whatever else the machine did in them. Each page
-has its files' hours, commits and machines; runs of history are not counted."""
+COST = """A run has one core. Its hours are wall-clock time, so the machine's other work lengthens them. Each page has
+its files' hours, commits and machines. The runs of history.md are not counted."""
 BESIDES = """These pages concern no paper's claim: [attackers and means](attacks.md), [privacy of a client](privacy.md),
 [devices](devices.md), [sparse methods](sparse.md),
 [adapters](adapters.md), [PFLlib's table](pfllib.md), [faults](faults.md), [a sweep](sweep.md). Speed and memory:
@@ -197,7 +199,7 @@ def counts_of(claims: Sequence[Claim]) -> str:
 
 
 def table_of(name: str) -> str:
-    """Return a data file's table: expected, obtained and their difference, a row a row."""
+    """Return a data file's table: one line per row, with expected, obtained and their difference."""
     content, lines = data()[name], []
     for row in content["rows"]:
         ours, paper = sample_of(row), stated(row["paper"].get("final", ""))
@@ -265,7 +267,7 @@ def curves(table: str) -> tuple[list[str], dict[Path, str]]:
 
 
 def draw_forest(axes: Any, claims: Sequence[Claim]) -> None:
-    """Draw a line a claim in units of the paper's effect: the diamond at 1 is the paper's, the bar ours."""
+    """Draw one line per claim, in units of the paper's effect: the diamond at 1 is the paper's, the bar is ours."""
     left, right = -3.0, 8.0
     tones = dict(zip(("reproduced", "not reproduced", "direction only"), map(colour, range(3)), strict=True))
     for place, claim in enumerate(claims):
@@ -336,18 +338,18 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
             beyond.append([method, setting, table, str(final), *costs])
     parts = [
         *(MADE, f"# {paper['title']}", "## Summary", paper["summary"].strip()),
-        f"{len(claims)} claims: {counts_of(claims)}. [The rule](README.md#the-rule) stands above all "
-        "claims; earlier runs and readings are [history](history.md).",
+        f"{len(claims)} claims: {counts_of(claims)}. [The rule](README.md#the-rule) gives the verdicts; "
+        "earlier runs and readings are in [history](history.md).",
         *("## Scope", markdown(CLAIM_HEADER, [claim.cells for claim in claims])),
         "\n".join(f"- *{word}*: {paper['scope'][word]}" for word in ("covered", "reduced", "missing", "impossible")),
-        *("## Set-up", f"`conf/{paper['experiment']}.toml`; what a row changes stands in its table's file."),
+        *("## Set-up", f"`conf/{paper['experiment']}.toml` has the settings; a table's file says what a row changes."),
         markdown(("key", "value", "from"), setup),
         *("## Results", *(results or ["None: no run's numbers were kept as a file."])),
         *("## Beyond the paper", paper["beyond"]["text"].strip()),
         *([markdown(("method", "setting", "data", "final (%)", "MB", "GFLOPs"), beyond)] if beyond else []),
         *("## What was easy, hard, open", *(f"*{word}*: {text.strip()}" for word, text in paper["notes"].items())),
         *("## Cost and provenance", cost_of(paper["tables"])),
-        "Each file holds seed, commit, versions and machine of every run as far as the run wrote them down.",
+        "Each file holds the seed, commit, versions and machine of every run, where the run recorded them.",
     ]
     return pictures | {HERE / f"{name}.md": "\n\n".join(parts) + "\n"}
 
@@ -360,11 +362,11 @@ def overview(content: Mapping[str, Json]) -> dict[Path, str]:
     due = [str(claim.number) for claim in claims if claim.due]
     parts = [
         *(MADE, "# Results"),
-        "Five papers, run again: what each claims, and what the runs of this repository say of it by one rule. A "
-        "paper's page has its set-up, every row, the commands and the cost.",
+        "Five papers were run again. This page lists what each claims, and judges every claim by one rule on the "
+        "runs of this repository. A paper's page has its set-up, every row, the commands and the cost.",
         f"**{len(claims)} claims, {decided} decided: {counts_of(claims)}.**",
-        "![The paper's effect and ours with its interval, a claim a line](pictures/forest.svg)",
-        *("## The rule", f"{RULE} Claims that still lack them: {', '.join(due) or 'none'}."),
+        "![One line per claim: the paper's effect, and ours with its interval](pictures/forest.svg)",
+        *("## The rule", f"{RULE} Claims that still lack these seeds: {', '.join(due) or 'none'}."),
     ]
     for name, paper in content.items():
         parts += [f"## [{paper['title']}]({name}.md)", f"{counts_of(paper['claims'])}."]
@@ -393,7 +395,7 @@ def rendered() -> dict[Path, str]:
 
 
 def besides(record: Record) -> Json:
-    """Return how many answers were refused; of three rounds the median norm of an update, and the clipped updates."""
+    """Return how many answers were refused, and for three rounds an update's median norm and the clipped updates."""
     lines = [line for line in record.lines if line["round"]]
     chosen = [lines[0], lines[len(lines) // 2 - 1], lines[-1]]
     keys = [key for key in ("update-norm", "clipped-updates") if all(key in line for line in chosen)]
@@ -418,7 +420,7 @@ def of_sources(record: Record) -> Json:
 def add(runs: Path) -> None:
     """Put the finished runs of ``<runs>/<table>/<row>/seed<n>`` into the tables' files.
 
-    A run takes the place of one of its seed. ``set`` of a new file: what the first run sets otherwise than its row.
+    A run replaces the file's run of the same seed. In a new file ``set`` has what the first run sets unlike its row.
     """
     for name in tables():
         folders = sorted((runs / name).glob("*/seed*/summary.json"))

@@ -1,6 +1,6 @@
-"""``python docs/results/peaks.py TABLE``: the peak memory of one client of each row, put into the table's data file.
+"""``python docs/results/peaks.py TABLE`` puts each row's peak memory of one client into the table's data file.
 
-It is the growth in MB of a process above the loaded data and network, while client 0 trains one round.
+The peak is the growth in MB of a process above the loaded data and network, while client 0 trains one round.
 """
 
 import ctypes
@@ -23,18 +23,18 @@ PROCESS = Path("/proc/self")
 
 
 def resident(what: str) -> float:
-    """Return VmRSS or VmHWM, its peak, of this process in MB."""
+    """Return this process's VmRSS, or VmHWM, which is its peak, in MB."""
     found = re.search(rf"{what}:\s+(\d+) kB", (PROCESS / "status").read_text())
     assert found
     return int(found[1]) * 1024 / 1e6
 
 
 def peak(keys: dict[str, Value]) -> float:
-    """Train one client in this process; return by how many MB its memory has grown at most."""
+    """Train one client in this process; return the peak growth of the process's memory in MB."""
     place = workplace(resolve(keys))
     method = METHODS[place.settings.method]
     task = method.strategy(place.settings, place.network.module).task(0)
-    ctypes.CDLL(None).malloc_trim(0)  # memory that loading the data has freed counts as growth when it is taken again
+    ctypes.CDLL(None).malloc_trim(0)  # so that freed memory, once taken again, counts as growth
     (PROCESS / "clear_refs").write_text("5")  # the peak begins here
     before = resident("VmRSS")
     method.client(place, 0, 1, {}).run_training(dict(task.tensors), task.config)

@@ -4,7 +4,7 @@ import math
 
 from fedsub_app.studies.evidence import Estimate
 
-SIGMAS = 5  # one seed decides where the difference is this many of the paper's standard deviations
+SIGMAS = 5  # one seed decides where the difference exceeds this many of the paper's standard deviations
 VERDICTS = ("reproduced", "direction only", "not reproduced", "undecided", "not run", "data missing")
 
 
@@ -18,16 +18,16 @@ def judged(
 ) -> tuple[str, Estimate]:
     """Return the verdict on a difference of runs of full length, and the interval that decided.
 
-    *reproduced*: the interval excludes 0 on the paper's side and holds the paper's effect; *direction only*: it
-    excludes 0 on that side, and the paper's effect; *not reproduced*: it excludes the paper's effect, or 0 on the other
-    side; *undecided*: it holds both. One seed has the interval of ± ``SIGMAS`` standard deviations of the paper, and is
-    undecided where that holds 0.
+    *reproduced*: the interval lies on the paper's side of 0 and holds the paper's effect. *direction only*: it lies on
+    that side and excludes the effect. *not reproduced*: it lies on the other side, or it holds 0 and excludes the
+    effect. *undecided*: it holds 0, and the effect if ``stated``. With one seed the interval is ± ``SIGMAS`` of the
+    paper's standard deviations, and the verdict is undecided where it holds 0.
 
     Parameters
     ----------
-    effect : the paper's; where it is not ``stated`` only its sign counts.
+    effect : the paper's difference; where it is not ``stated``, only its sign counts.
     sd : the paper's standard deviation of this difference; 0: not known.
-    exact : of a quantity that no seed changes, by how much the paper rounds; ``None``: seeds change it.
+    exact : the paper's rounding of a quantity that no seed changes; ``None``: seeds change the quantity.
     """
     if exact is not None:
         found = Estimate(found.mean, exact, found.n)
