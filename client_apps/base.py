@@ -16,7 +16,7 @@ from fedsub_app.training.local import evaluate
 class Client(ClientTools):
     """FedAvg, and the base of all methods' clients."""
 
-    irreplaceable = ""  # the reason why a client cannot start anew after losing its state, the end of a message
+    irreplaceable = ""  # the reason why a client cannot start anew without its state; it ends an error message
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Train the model that the server sent; return the tensors of the reply: the whole model."""
@@ -25,11 +25,11 @@ class Client(ClientTools):
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the client's own model: what is sent, the rest as it keeps it, at first the initial one."""
+        """Return the client's own model: the sent tensors, else those that it keeps, else the initial ones."""
         return self.completed(sent)
 
     def measure(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the tensors of the phase after the merge (strategies/measurement.py): none."""
+        """Return the tensors of the phase after the merge (strategies/measurement.py): by default none."""
         return {}
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Client(ClientTools):
         return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
-        """Return the ``wanted`` scores on the client's test and validation samples; ``flops``: its own model's."""
+        """Return the ``wanted`` scores on the client's test and validation samples, and its own model's ``flops``."""
         splits = {"": self.samples("test"), "validation-": self.samples("validation")}
         personal = {name: tensor for name, tensor in sent.items() if not name.startswith(GLOBAL)}
         both = personal | unprefixed(GLOBAL, sent)

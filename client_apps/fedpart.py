@@ -12,13 +12,13 @@ from strategies.settings import FedPartSettings
 
 
 class FedPartClient(Client):
-    """Keeps a model of its own, updates the groups that it is sent and trains one group."""
+    """Keeps a model of its own, replaces in it the groups that it is sent, and trains one group."""
 
     options: FedPartSettings
     irreplaceable = "it may be sent only a part of the model"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train the round's group, or the full network; returns it, with its moments where they are shared."""
+        """Train the round's group, or the full network; return it, with its moments if they are shared."""
         every = self.network.tensors
         names = tuple(every) if config["group"] is None else layer_groups(self.network.module)[config["group"]]
         model = self.own | chosen(sent, every)

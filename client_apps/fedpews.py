@@ -17,7 +17,7 @@ from fedsub_app.training.costs import subnet_flops
 from strategies.fedpews import MASK, first_scores
 from strategies.settings import FedPeWSSettings
 
-NARROW_FLOPS = 1e8  # FLOPs of a plain step from which on cutting weights costs less than it saves on a CPU
+NARROW_FLOPS = 1e8  # from this many FLOPs of a plain step on, cutting weights saves time on a CPU
 DRAWS = 64  # masks whose random numbers are made at once
 
 
@@ -52,7 +52,7 @@ class FedPeWSClient(Client):
         """Train a mask's scores and the weights under it (lines 11 to 16); return a mask, bool [h], and theta, [h].
 
         A mask is drawn anew from theta = sigmoid(s) before both procedures of every step; the scores s continue from
-        the client's last round. Numbers are the CPU's, so the same on every device, and are copied many at a time.
+        the client's last round. The CPU draws the random numbers, the same for every device, and copies many at a time.
         """
         device, options, narrow, parameters = self.place.device, self.options, self.narrow, self.network.parameters
         scores = self.state.get("scores", first_scores(options, self.settings.seed, self.id, len(others))).to(device)
@@ -81,7 +81,7 @@ class FedPeWSClient(Client):
         return draw().cpu().bool(), torch.sigmoid(scores).cpu()  # line 18
 
     def others(self, theta: Tensor, counted: int) -> Tensor:
-        """Return the others' probabilities, [h]; where ``counted``, ``theta`` is a mean with this client's."""
+        """Return the others' mean probabilities, [h]; with ``counted`` > 0 the mean ``theta`` includes this client."""
         if counted and "counted" in self.state:
             theta = ((counted * theta - self.state["counted"]) / (counted - 1)).clamp(0, 1)
         return theta

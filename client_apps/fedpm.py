@@ -13,7 +13,7 @@ from strategies.sparse import MASK
 
 
 class FedPMClient(Client):
-    """Trains the scores of the masks, and the tensors that have none."""
+    """Trains the scores of the masks, and the tensors without a mask."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         """Return a mask drawn from the trained scores, and the other tensors (Algorithm 1, lines 8 to 14)."""

@@ -17,17 +17,17 @@ HELD, SINCE = "held/", "since/"
 class FedSelectClient(Client):
     """Trains its personal positions, then the global ones, then makes the ones that moved most personal.
 
-    Its state is its model, as bits the mask under which it trained (``held/<tensor>``) and the one after its growth
-    (``mask/<tensor>``), and with ``movement = "since-growth"`` its model at the last growth (``since/<tensor>``).
+    Its state is its model and, as bits, the mask of its last training (``held/<tensor>``) and the mask after the growth
+    (``mask/<tensor>``); with ``movement = "since-growth"`` also its model at the last growth (``since/<tensor>``).
     """
 
     options: FedSelectSettings
     irreplaceable = "its personal parameters are nowhere else"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Train one round of Algorithm 1: take the mean at the positions that are not held, then GradSelect."""
+        """Train one round of Algorithm 1: take the mean at the positions that are not held, then run GradSelect."""
         masks, held, secure = self.masks(MASK), self.masks(HELD), self.settings.secure_aggregation
-        if secure:  # the server does not know which positions it holds
+        if secure:  # the server does not know which positions the client holds
             sent = sent | gather(sent, shared_positions(held))
         model = self.own or self.initial()
         received = {name: model[name].masked_scatter(at, sent[name]) for name, at in shared_positions(held).items()}
@@ -41,7 +41,7 @@ class FedSelectClient(Client):
         return shared | (prefixed(AT, positions) if secure else gather(trained, positions) | grown)
 
     def masks(self, kind: str) -> Tensors:
-        """Return a mask of the state, for every tensor that can be selected; at first the empty one."""
+        """Return the state's masks of one kind, one for each tensor that can be selected; at first they are empty."""
         names = selectable(list(self.network.parameters), self.options.layer)
         return unpack_bits(unprefixed(kind, self.state), {name: self.network.tensors[name].shape for name in names})
 

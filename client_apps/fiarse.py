@@ -21,7 +21,7 @@ class FIARSEClient(Client):
         there = brought(masks, self.network.device)
 
         def forward(x: Batch, _: Tensors | None) -> Output:
-            # Where the threshold is 0 it keeps every weight, and the client has those of its mask alone.
+            # A threshold of 0 keeps every weight, but the client has only the weights of its mask.
             kept = {name: thresholded(live[name], config["thresholds"][name]) * there[name] for name in masks}
             return self.network(x, {**live, **kept})
 
@@ -34,7 +34,7 @@ class FIARSEClient(Client):
 
 
 def thresholded(weight: Tensor, threshold: float) -> Tensor:
-    """Return the weights from the threshold t on, 0 elsewhere; gradient there: times ``1 + 2 t |w| / (|w| + t)^2``."""
+    """Return the weights with |w| >= t, else 0; a kept one's gradient is times ``1 + 2 t |w| / (|w| + t)^2``."""
     size = weight.detach().abs()
     kept = size >= threshold
     slope = kept * (1 + 2 * threshold * size / (size + threshold).square().clamp(min=torch.finfo(size.dtype).tiny))

@@ -44,7 +44,7 @@ class HeteroFLClient(NarrowClient):
     options: HeteroFLSettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the trained network, with a masked loss the client's classes as well."""
+        """Return the trained network and, with a masked loss, the client's classes."""
         self.load(sent)
         width = config["width"] if self.options.scaler else 1
         classes = torch.full((self.place.problem.data.num_classes,), not self.options.masked_loss, device=self.y.device)
@@ -69,10 +69,10 @@ class HeteroFLClient(NarrowClient):
 
 
 def producers(network: Network, whole: Network) -> set[nn.Module]:
-    """Return the layers that make the units: one of each group or, where their outputs are added up, several.
+    """Return the layers that produce the units: one for each group or, if outputs are added up, several.
 
-    The ``whole`` network tells them: of a layer with one unit left no group is found, and a convolution of each channel
-    alone, which makes none, looks like another one.
+    They are found in the ``whole`` network. In a narrow one a layer with one unit left has no group, and a depthwise
+    convolution, which produces no units, looks like an ordinary one.
     """
     made = {(place.name, place.axis) for group in whole.units for place in group.places}
     layers = [
@@ -114,8 +114,8 @@ class FjORDClient(NarrowClient):
         return self.trained()
 
     def inner(self, width: float, most: float) -> tuple[Network, Callable[..., Output]]:
-        """Return the network of a smaller width, and how it runs on the first units of the client's own one."""
-        groups = self.place.network.units  # of a layer with one unit left, none is found in the client's own network
+        """Return the network of a smaller width, and a function that runs it on the first units of the client's own."""
+        groups = self.place.network.units  # in the client's own network a layer with one unit left has no group
         sizes = {group.name: group.kept(width) for group in groups}
         small, own = self.place.narrow_network(tuple(sizes.items())), self.network.parameters
         small.training_mode()

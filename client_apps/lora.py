@@ -11,7 +11,7 @@ from strategies.settings import HetLoRASettings
 
 
 class MovedBaseClient(Client):
-    """FedEx-LoRA and FLoRA: is sent the weights under the adapters, and does not return them."""
+    """FedEx-LoRA and FLoRA: receives the weights under the adapters, and does not return them."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
         fixed = {adapter.weight for adapter in adapters(self.network.tensors)}
@@ -19,12 +19,12 @@ class MovedBaseClient(Client):
 
 
 class HetLoRAClient(Client):
-    """Trains with a penalty on the last ranks, and gives them up where training has made them smaller."""
+    """Trains with a penalty on the last ranks, and prunes them if training has made them smaller."""
 
     options: HetLoRASettings
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the trained network, without the last ranks where they are pruned, and whether they are."""
+        """Return the trained network, its last ranks 0 if they are pruned, and whether they are pruned."""
         self.load(sent)
         every = adapters(self.network.tensors)
         kept = self.options.pruned(config["rank"])

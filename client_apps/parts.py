@@ -43,7 +43,7 @@ class PartClient(Client):
 
 
 class LGFedAvgClient(PartClient):
-    """May be sent its personal part as well."""
+    """The server may send it its personal part as well."""
 
     options: LGFedAvgSettings
 

@@ -118,12 +118,12 @@ class FedALAClient(Client):
         return self.trained()
 
     def personal(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the merged model; the global one for a client that has not trained."""
+        """Return the merged model, or the global one if the client has not trained."""
         self.load(sent)
         return self.merged(sent)
 
     def merged(self, sent: Tensors) -> Tensors:
-        """Return ``own + (global - own) W`` in the last layers, and the global values elsewhere; learn W before."""
+        """Learn W; return ``own + (global - own) W`` in the last layers, and the global values elsewhere."""
         if not self.own:
             return sent
         network, known = self.network, unprefixed(WEIGHT, self.state)

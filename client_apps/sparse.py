@@ -21,7 +21,7 @@ class SparseClient(Client):
     irreplaceable = "its mask is not there"
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the trained values at the positions that are kept and, where masks are adjusted, the findings."""
+        """Return the trained values at the kept positions and, if masks are adjusted, the findings."""
         masks = self.received(sent)
         self.load({name: sent[name] for name in self.network.tensors} | scatter(sent, masks))
         self.fit(keep=masks)
@@ -33,7 +33,7 @@ class SparseClient(Client):
         return model | gather(model, masks)
 
     def slopes_of(self, names: Collection[str], batch: Tensor | None = None) -> Tensors:
-        """Return the loss's gradient in these tensors on a mini-batch, by default one that is drawn, on the CPU."""
+        """Return, on the CPU, the loss's gradient in these tensors on a mini-batch, which is drawn by default."""
         self.network.training_mode()
         batch = next(self.batches(1, "slopes")) if batch is None else batch
         return brought(self.slopes({name: self.network.tensors[name] for name in names}, batch)[1])
@@ -52,7 +52,7 @@ class FedDSTClient(SparseClient):
     options: RegrownSettings
 
     def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
-        """Return the values under a mask of the client's own, 0 at the positions that have grown, and that mask."""
+        """Return a new mask of the client's own and the values under it, 0 at the positions that have grown."""
         if not adjust:
             return super().answer(model, masks, adjust)
         new, survived = exchanged(model, self.slopes_of(masks), masks, self.options.share_at(self.round))
@@ -66,7 +66,7 @@ class PruneFLClient(SparseClient):
     """Measures the squared gradients of all weights after its training."""
 
     def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
-        """Add the roots of the mean squared gradients, those of pruned weights too."""
+        """Add the roots of the mean squared gradients of all weights, pruned ones included."""
         answer = super().answer(model, masks, adjust)
         if adjust:
             names = weight_names(self.settings, self.network.module)
@@ -101,7 +101,7 @@ class FedTinyClient(FedRTSClient):
     sends_slopes = True
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return each candidate's mean loss in a pass, where the server asks for them, or the trained values."""
+        """Return each candidate's mean loss over a pass if the server asks for it, else the trained values."""
         if "candidates" not in config:
             return super().train(sent, config)
         losses, batches = [], [*self.batches(1, "candidates")]
@@ -121,7 +121,7 @@ class SSFLClient(SparseClient):
     """Computes the saliencies in the first round, and trains under the mask in the others."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return the saliencies where the server asks for them, or the trained values."""
+        """Return the saliencies if the server asks for them, else the trained values."""
         if "saliency" not in config:
             return super().train(sent, config)
         self.load(sent)

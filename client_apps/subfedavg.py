@@ -18,14 +18,14 @@ from strategies.subfedavg import MASK
 
 
 class SubFedAvgClient(Client):
-    """Trains its sub-network, then prunes it where its gates are open.
+    """Trains its sub-network, then prunes it if the gates allow it.
 
-    Its state is its model before the last round's pruning, in the whole shapes, and its masks after it, as bits.
+    Its state is its model before the last pruning, in the whole network's shapes, and its masks after it, as bits.
     """
 
     options: SubFedAvgSettings
     irreplaceable = "its masks are not there"
-    width = 1.0  # fraction of the network that its device can hold, down to which it prunes
+    width = 1.0  # fraction of the network that its device can hold; it prunes down to this
 
     @cached_property
     def plan(self) -> Prunable:
@@ -61,7 +61,7 @@ class SubFedAvgClient(Client):
     def received(self, sent: Tensors, masks: Tensors) -> Tensors:
         """Return the sent values in the shapes of the whole network; statistics that were not sent are the client's."""
         cut = {n: kept for n, kept in self.plan.positions(masks).items() if n in sent and not kept.all()}
-        if self.settings.secure_aggregation:  # the server does not know what it keeps
+        if self.settings.secure_aggregation:  # the server does not know which positions the client keeps
             sent = sent | gather(sent, cut)
         return (self.own or self.initial()) | sent | scatter(sent, cut)
 
@@ -73,7 +73,7 @@ class SubFedAvgClient(Client):
             yield from batches
 
     def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
-        """Return the masks after the pruning that passes the gates: weights, then channels, each by itself."""
+        """Prune weights, then channels, each only if the result passes the gates; return the masks."""
         if not self.options.target:
             return masks
         for event in (self.fewer_weights, self.fewer_channels):
@@ -83,7 +83,7 @@ class SubFedAvgClient(Client):
         return masks
 
     def fewer_weights(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
-        """Return the weights' masks without the smallest ones; none where epochs agree or the target is reached."""
+        """Return the weights' masks without the smallest weights; none if epochs agree or the target is reached."""
         options, plan = self.options, self.plan
         if not plan.weights:
             return {}
@@ -99,7 +99,7 @@ class SubFedAvgClient(Client):
         return late if share == options.share else prune_weights(last, old, share)
 
     def fewer_channels(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
-        """Return the channels' masks without the smallest scaling factors' channels; none where epochs agree."""
+        """Return the channels' masks without the channels of the smallest scaling factors; none if epochs agree."""
         options, plan = self.options, self.plan
         if not plan.groups:
             return {}

@@ -1,7 +1,7 @@
-"""The methods of fedsub for a Flower app of one's own; everything here is loaded when it is asked for.
+"""The methods of fedsub for your own Flower app; each name is imported on its first use.
 
-``fedsub.FedSelect(alpha=0.3, lr=0.05)`` and a class for each other method of `fedsub list methods`, :func:`client_app`,
-:func:`private_data`, :func:`start`, :func:`run`, :func:`register`.
+There is a strategy class for each method of `fedsub list methods`, such as ``fedsub.FedSelect(alpha=0.3, lr=0.05)``,
+and there are :func:`client_app`, :func:`private_data`, :func:`start`, :func:`run` and :func:`register`.
 """
 
 from importlib import import_module
@@ -40,7 +40,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, or the strategy of a registered method."""
+    """Return the object of a public name, or the strategy class of a registered method."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name.startswith("_"):
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those of the methods' strategies among them."""
+    """Return the public names, including those of the methods' strategy classes."""
     from fedsub_app.library.keywords import title
     from fedsub_app.runs.methods import METHODS
 

@@ -20,15 +20,15 @@ def run(
     data: object = None,
     task: "Task | str | None" = None,
 ) -> "Record":
-    """Run on the local engine, as ``fedsub run`` does; returns what the run's directory then holds.
+    """Run on the local engine, as ``fedsub run`` does; return the record that is read from the run's directory.
 
     Parameters
     ----------
-    settings : single keys on top of their experiment's and the defaults, as in TOML: ``{"num-rounds": 20}``.
-    workers : processes; 1: all in this one.
+    settings : keys as in TOML, ``{"num-rounds": 20}``; they override their experiment's keys and the defaults.
+    workers : number of processes; 1: everything runs in this process.
     model, data : a network's class, and ``(train, test)``, each a pair of tensors or a map-style torch data set of
-        pairs, in the place of the data and the network that the keys name; the keys share the samples out to clients.
-    task : a name, as the key's, or an object derived from ``fedsub.Task``, in the place of the task that the keys name.
+        pairs. They replace the network and the data that the keys name; the keys still partition the samples.
+    task : a name, as in the key ``task``, or an object derived from ``fedsub.Task``; it replaces the keys' task.
 
     Raises
     ------
@@ -44,16 +44,16 @@ def run(
 
 
 def register(name: str, method: "Method") -> None:
-    """Add a method that is written in a script or notebook to this process's register, or replace it there.
+    """Register a method that a script or notebook defines, in this process; a method of the same name is replaced.
 
-    :func:`run` then takes it as ``"method": name`` and its keys as ``"name.key"``, with any number of workers where
-    they are forked from this process (Linux, on the CPU). Other processes, those of the ``fedsub`` command and of
+    :func:`run` then takes the method as ``"method": name`` and its keys as ``"name.key"``. Any number of workers know
+    it if they are forked from this process (Linux, on the CPU). Other processes, those of the ``fedsub`` command and of
     Flower's engines, know the methods of packages and of files, ``"FILE.py:NAME"`` (docs/adding-a-method.md).
 
     Raises
     ------
     UserError
-        The name is none, or that of a method of the package.
+        The name is not valid, or a method of the package has it.
     """
     from fedsub_app.runs import config
 

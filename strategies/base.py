@@ -26,7 +26,7 @@ class SubnetStrategy(Hooks, Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Phase:
         """Sample the round's clients; returns the phase, which makes the messages with their tasks one at a time.
 
-        ``config["checkpoints"]``: rounds that a resume may start from; ``config["lr"]``: where scores decide it.
+        ``config["checkpoints"]``: rounds that a resume may start from; ``config["lr"]``: given if scores decide it.
         """
         self.round, self.plateau_lr = server_round, config.get("lr")
         clients = [client for client in self.federation.sample(server_round) if self.fits(client)]
@@ -37,7 +37,7 @@ class SubnetStrategy(Hooks, Strategy):
     aggregate_evaluate = evaluation.read_evaluations
 
     def summary(self) -> None:
-        """Log the method's own settings that differ from its defaults, one line, and its warning; if there are any."""
+        """Log the method's own settings that differ from their defaults, in one line, and the method's warning."""
         usual = type(self.options)().toml()
         chosen = [f"{key} = {value!r}" for key, value in self.options.toml().items() if value != usual[key]]
         if chosen:

@@ -25,46 +25,46 @@ MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the w
 
 
 class Hooks(Server):
-    """FedAvg, and the hooks of all methods; :class:`~strategies.base.SubnetStrategy` has Flower's verbs beside them.
+    """FedAvg, and the hooks of all methods; :class:`~strategies.base.SubnetStrategy` adds Flower's verbs.
 
     The attributes of a run, such as ``current``, are those of :class:`~strategies.server.Server`.
     """
 
-    keeps_models = False  # clients are evaluated on the models that they keep, and are sent nothing for it
-    holds_all = False  # merge needs all tensors of all answers; the server holds as many models
-    narrows = False  # it goes by the widths of the clients' devices; others refuse a class below ``model-width``
-    computes_with_sgd = False  # with SGD's learning rate or steps; a user's own optimizer is refused
-    # With ``robust`` the merged model's loss on test samples tells whether it is kept; False where the global model is
-    # no model of the whole task, or its loss swings between honest rounds.
+    keeps_models = False  # True: clients are evaluated on models that they keep, and are sent nothing for it
+    holds_all = False  # True: merge needs all tensors of all replies, so the server holds a model for each reply
+    narrows = False  # True: it adapts to the devices' widths; others refuse a class below ``model-width``
+    computes_with_sgd = False  # True: with SGD's learning rate or steps; a user's own optimizer is refused
+    # True: with ``robust`` the merged model's loss on test samples decides whether it is kept. False if the global
+    # model does not solve the whole task, or if its loss swings between honest rounds.
     judged = True
-    refused: ClassVar[Mapping[str, str] | str] = {}  # defences that do not protect it -> reason; one reason for all
-    # With ``secure-aggregation``, "" where the sum of the contributions and the ids of its clients are all that merge
-    # uses, else the reason why not. A class with a merge, contribution or weight of its own does not inherit it.
+    refused: ClassVar[Mapping[str, str] | str] = {}  # defence that does not protect it -> reason; a text: for all
+    # For ``secure-aggregation``: "" if merge uses only the sum of the contributions and the ids of their clients, else
+    # the reason to refuse it. A class that overrides merge, contribution or weight does not inherit this text.
     secure: ClassVar[str] = "it is not said that its server needs no more than the sum of the clients' contributions"
-    sums = ""  # prefix of the tensors of a reply of which merge uses no more than :meth:`total`
+    sums = ""  # prefix of a reply's tensors of which merge uses only :meth:`total`
     measurement: "Hooks | None" = None  # the phase after the merge (strategies/measurement.py)
-    warning = ""  # a line of the log at the start of a run
-    reports: ClassVar[Mapping[str, Reported]] = {}  # pictures of keys of :attr:`Merged.report`; others are recorded
+    warning = ""  # logged at the start of a run
+    reports: ClassVar[Mapping[str, Reported]] = {}  # key of :attr:`Merged.report` -> picture; others are recorded
 
     # --- the hooks of most methods -----------------------------------------------------------------------------------
 
     def task(self, client: int) -> Task:
-        """Return the training task of ``client``: the network that it holds, the whole global model."""
+        """Return the training task of ``client`` with the network that it holds: by default the whole global model."""
         return Task(client, self.network_of(client))
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        """Return the specs of the tensors that ``client`` must reply with: a model like the global one."""
+        """Return the specs of the tensors that ``client`` must reply with: by default those of the global model."""
         return self.specs
 
     def contribution(self, update: Update) -> Contribution:
-        """Return what of a checked update enters the mean, the model's tensors; :class:`BadReply` drops the update."""
+        """Return the part of a checked update that enters the mean: the model's tensors; :class:`BadReply` drops it."""
         return Contribution(chosen(update.tensors, self.current), None, self.weight(update))
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Return the outcome of the round, from the mean of its valid contributions.
 
         The model is ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021),
-        position by position over the clients that contribute to it. ``updates``, at least one, by client id, have the
+        position by position over the clients that contribute to it. ``updates`` (at least one, by client id) hold the
         tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
@@ -79,11 +79,11 @@ class Hooks(Server):
         return {"train-loss": Range(*self.score.losses, loss=True), **costs}
 
     def personal_download(self, client: int) -> Tensors:
-        """Return the tensors to evaluate the model of ``client``: its network, or none (``keeps_models``)."""
+        """Return the tensors sent to evaluate the model of ``client``: its network, or none with ``keeps_models``."""
         return {} if self.keeps_models else self.network_of(client)
 
     def stage(self, server_round: int) -> str:
-        """Return the name of the part of the method that a round, from 1 on, belongs to: "warm-up"; "" for none."""
+        """Return the name of the method's stage in a round, from 1 on, such as "warm-up"; "" for none."""
         return ""
 
     def forget(self, client: int) -> None:
@@ -95,14 +95,14 @@ class Hooks(Server):
     def max_samples(self, client: int) -> int:
         """Return an upper bound on the samples that a client computes on in a round, each counted once a pass.
 
-        It bounds the FLOPs that a client may report. Beside the training and the method's keys of type ``Epochs`` this
-        is one pass, which covers work that no key counts, such as features or scores.
+        It bounds the FLOPs that a client may report. It is the sum of the training, the passes of the method's keys of
+        type ``Epochs``, and one pass for work that no key counts, such as features or scores.
         """
         count = self.max_examples(client)
         return self.fitted(count) + count * (1 + self.options.epochs)
 
     def fitted(self, examples: int) -> int:
-        """Return the samples that ``local-epochs`` or ``local-steps`` train on, of a client with so many."""
+        """Return the samples, with repeats, of ``local-epochs`` or ``local-steps`` on a client with ``examples``."""
         steps = self.settings.local_steps
         return steps * self.settings.batch_size if steps else examples * self.settings.local_epochs
 
@@ -111,7 +111,7 @@ class Hooks(Server):
         return MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else 1e24
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        """Return the norms of an update that are compared with the round's other updates: a name -> Euclidean norm.
+        """Return an update's Euclidean norms by name; they are compared with those of the round's other updates.
 
         ``update`` is the distance from the model, at the positions that the update contributes. A method whose server
         remembers other tensors of an update adds their norms.
@@ -119,13 +119,13 @@ class Hooks(Server):
         return {"update": self.distance(update, contribution)}
 
     def origin(self, update: Update) -> Tensors:
-        """Return the values that tensors of the update started from, of which ``robust`` bounds the change; else 0."""
+        """Return the values from which ``robust`` measures an update's change; a tensor that is missing here: 0."""
         return self.current
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return the tensors of an update that :meth:`merge` needs after the contribution was added to the mean.
 
-        By default these are the tensors that the contribution does not hold, with :attr:`holds_all` all tensors.
+        By default these are the tensors that the contribution does not hold; with :attr:`holds_all` they are all.
         """
         kept = {} if self.holds_all else contribution.tensors
         return {name: tensor for name, tensor in update.tensors.items() if name not in kept}
@@ -143,19 +143,19 @@ class Hooks(Server):
     # --- secure aggregation ------------------------------------------------------------------------------------------
 
     def known_positions(self, client: int) -> Tensors:
-        """Return the positions that ``client`` contributes and the server knows before: tensor name -> bool.
+        """Return the positions that ``client`` contributes, as far as the server knows them beforehand: name -> bool.
 
-        A tensor that is lacking is contributed whole. Clients that answer with values at some positions are told them.
+        A missing tensor is contributed whole. A client that replies with values at some positions is sent these.
         """
         return {}
 
     @property
     def chooses_positions(self) -> bool:
-        """Say whether clients choose their positions in this round: they send whole tensors then, and ``AT``."""
+        """Say whether clients choose their positions in this round; then they send whole tensors and ``AT``."""
         return False
 
     def summed_weight(self, update: Update) -> float:
-        """Return the weight of an update's contribution, as :meth:`contribution` has it: the one in a mean."""
+        """Return the weight of an update's contribution in the mean, the same as in :meth:`contribution`."""
         return self.weight(update)
 
     # --- smaller networks --------------------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ class Hooks(Server):
         return True
 
     def network_of(self, client: int) -> Tensors:
-        """Return the tensors of the network that a client holds while it trains: the global model's."""
+        """Return the tensors of the network that a client holds while it trains: by default the global model's."""
         return self.current
 
     def network_at(self, width: float) -> Tensors:
-        """Return the global model's network of a width, to be tested: the first units of each hidden layer."""
+        """Return the network that is tested for a width: the first units of the global model's hidden layers."""
         return take(self.current, self.units, {g.name: torch.arange(g.size) < g.kept(width) for g in self.units})
 
     def unit_masks(self) -> Tensor | None:

@@ -21,12 +21,12 @@ SUMMED = (*rounds.COSTS, *BUDGETED, "bytes-down", "bytes-up", "merge-seconds", "
 class Measurement(Hooks):
     """The hooks of the phase after the merge; by default clients get the merged model and answer with one like it.
 
-    ``current`` is the merged model, ``config`` the running round's. A measurement keeps no state of its own, on the
-    server or on a client; a client has the state of its last merged reply.
+    ``current`` is the merged model, ``config`` that of the running round. A measurement keeps no state of its own, on
+    the server or on a client; a client has the state of its last merged reply.
     """
 
     def __init__(self, method: Hooks) -> None:
-        # A measured statistic is no change of the model: clipped it would be another number.
+        # A measured statistic is not a change of the model, so it must not be clipped.
         super().__init__(method.settings.model_copy(update={"clip_norm": 0.0}), method.model)
         self.method, self.current, self.config = method, method.current, ConfigRecord()
 
@@ -42,16 +42,16 @@ class Measurement(Hooks):
         }
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
-        """Return the mean itself: what is measured is no step from the model, and ``server-lr`` not its size."""
+        """Return the mean itself: a measurement is not a step from the model, so ``server-lr`` does not scale it."""
         return Merged(mean.result())
 
     def forget(self, client: int) -> None:
         self.method.forget(client)
 
     def run(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> ArrayRecord:
-        """Ask the clients; returns the new model, or the merged one where too few replies are valid.
+        """Ask the clients; return the new model, or the merged one if too few replies are valid.
 
-        Costs count as the round's training; the rest, and what budgets count, is the line's ``measurement``.
+        Costs are added to the round's. The line's ``measurement`` has all other entries, and the budgeted costs again.
         """
         method, report = self.method, self.method.phase.report
         self.connect(method.federation, method.facts)

@@ -34,8 +34,8 @@ class FirstValid:
     """Accepts or rejects updates like :class:`NormGuard` in an over-sampled round, once enough of them are in.
 
     The decision depends on the set of updates, not on their order: all are compared with each other in the order of the
-    clients, and ``wanted`` of the accepted ones count: those of the clients that were drawn first or, with devices,
-    those whose replies come first by their clock (``arrivals``: client -> seconds).
+    clients. Then ``wanted`` of the accepted updates count: those of the clients that were drawn first or, with devices,
+    those that arrive first by the devices' clock (``arrivals``: client -> seconds).
     """
 
     def __init__(self, draw: Sequence[int], wanted: int, guard: MakeGuard, arrivals: Mapping[int, float] = {}) -> None:
@@ -44,7 +44,7 @@ class FirstValid:
         self._received: dict[int, Valid] = {}
 
     def add(self, item: Valid, norms: Mapping[str, float]) -> list[tuple[Valid, str]]:
-        """Take the next update; none is decided yet."""
+        """Take the next update; return no decision yet."""
         self._received[item.update.client] = item
         return []
 
@@ -76,7 +76,7 @@ class Merging:
         self.seconds = 0.0  # spent on adding and merging
         self.clipped = 0  # updates that were longer than clip-norm
         self.norms: list[float] = []  # of the updates that change anything
-        self.reach: Mapping[int, float] = {}  # client -> by what its norms were divided before they were compared
+        self.reach: Mapping[int, float] = {}  # client -> divisor of its norms in the comparison
         self._strategy = strategy
         self._mean = _empty_mean(strategy)
         self._waiting: list[Contribution] = []
@@ -106,7 +106,7 @@ class Merging:
         self._wait(contribution)
 
     def add_block(self, valid: Sequence[Valid], mean: Tensors) -> None:
-        """Add the mean of updates that a node has taken (federation/blocks.py)."""
+        """Add a mean that a node has computed of several updates (federation/blocks.py)."""
         for update, _, norms in valid:
             self._record(update, norms, formula_bytes(mean))
         self._wait(Contribution(mean, None, sum(contribution.weight for _, contribution, _ in valid)))
@@ -118,7 +118,7 @@ class Merging:
         self.updates.append(update)
 
     def _wait(self, contribution: Contribution) -> None:
-        """Sum this contribution with the next ones."""
+        """Keep this contribution, to sum it together with the next ones."""
         self._waiting.append(contribution)
         self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
         if self._bytes > WAITING_BYTES:
@@ -154,7 +154,7 @@ class Merging:
 
 
 class _Kept(NamedTuple):
-    """A mean that keeps the old values where too few clients contribute: tensor name -> where, and the old values."""
+    """A mean that keeps old values where too few clients contribute; ``kept``: tensor name -> where, old values."""
 
     mean: Mean
     kept: Mapping[str, tuple[Tensor, Tensor]]
@@ -168,7 +168,7 @@ def _empty_mean(strategy: Hooks) -> MaskedMean | RobustMean:
     settings, old = strategy.settings, strategy.current
     if settings.server_noise:
         deviation = settings.server_noise * settings.clip_norm
-        # Every node has the seed: a simulation can be repeated with its noise, real nodes must not know it.
+        # Every node has the seed: a simulation draws its noise from it, to be repeatable; real nodes must not know it.
         draws = generator(settings.seed, strategy.round, "noise") if strategy.simulated else None
         asked = sum(map(strategy.fits, sample(settings, strategy.round)))
         return NoisyMean(old, asked, deviation, draws)

@@ -32,7 +32,7 @@ from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.secure import SecureMerging, check_secure, refusal
 
-MAX_COST = 1.5  # with robust, of a sample, over the median client's
+MAX_COST = 1.5  # with robust: upper bound on a sample's cost, as a multiple of the median client's
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
 
 
@@ -45,7 +45,7 @@ def ask(
     config: ConfigRecord,
     grid: Grid,
 ) -> Phase:
-    """Return the phase, of Flower's message type ``kind``, with the clients' tasks; a task names its client's state."""
+    """Return the phase of message type ``kind`` with the clients' tasks; each task names the state of its client."""
     strategy.federation.meet(grid)
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
@@ -82,9 +82,9 @@ def kept_rounds(strategy: Hooks, config: ConfigRecord) -> Json:
 def merge_answers(
     strategy: Hooks, server_round: int, replies: Iterable[Message]
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Check and merge replies as they come, commit or abandon; returns model (None: abandoned) and metrics."""
+    """Check and merge replies as they come, commit or abandon the round; return model (None: abandoned), metrics."""
     phase, settings, federation = strategy.phase, strategy.settings, strategy.federation
-    # With privacy the answer of one client must not decide whether another one's counts, unless it has its noise.
+    # Privacy: no client's update may decide whether another's counts, unless clients add the noise themselves.
     limit = math.inf if settings.server_noise else settings.max_update_norm
     bounds = Bounds(strategy, reach(strategy, phase.report["clients"])) if strategy.robust else None
     factor, first = (min(limit, MAX_NORM), math.inf) if bounds else (limit, FIRST)
@@ -93,7 +93,7 @@ def merge_answers(
     clock = Clock(strategy, strategy.devices) if strategy.devices else None
     arrivals = clock.arrivals if clock else {}
     judge = FirstValid(draw(settings, server_round), settings.sample_size, guard, arrivals) if spares else guard()
-    # It may hold all updates of the round; a phase that this object has not asked for has an ordinary one.
+    # Let go of the merging, which may hold all updates; a phase that another object asked for gets an ordinary one.
     merging, strategy.merging = strategy.merging or Merging(strategy), None
     merging.reach = bounds.reach if bounds else {}
     diverged, slow = 0, list[Dropped]()
@@ -127,7 +127,7 @@ def merge_answers(
             if clock and (late := clock.late(update, merging.later)):
                 if spares:
                     slow.append(Dropped(client, late))
-                    continue  # it is not waited for, unless nobody stands in for it
+                    continue  # dropped in the end only if no other client replaces it
                 raise BadReply(late)
             contribution = merging.contribution(update)
             norms = strategy.norms(update, contribution)
@@ -141,7 +141,7 @@ def merge_answers(
         if isinstance(judge, FirstValid) and judge.enough and not federation.simulated and not clock:
             break
     take(judge.rest())
-    # Only the replies that passed the checks are costed: the costs that a refused one claims are not trusted either.
+    # Costs are those of replies that passed the checks: the claims of a refused reply are not trusted.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
     whole = strategy.facts.sample_flops if strategy.facts else 0.0
@@ -177,7 +177,7 @@ def merge_answers(
 
 
 def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | None, str]:
-    """Return the outcome of the round; ``None`` and the reason where it is abandoned: model and state stay."""
+    """Return the round's outcome, or ``None`` and the reason to abandon it; then model and state stay."""
     count, settings = len(merging.updates), strategy.settings
     for key, needed in (("min-replies", settings.min_replies), ("min-contributors", settings.min_contributors)):
         if count < needed:
@@ -207,8 +207,8 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
 def _privacy(strategy: Hooks) -> Json:
     """Return ``epsilon`` and ``delta`` that the run has spent so far; nothing without noise.
 
-    The clients of a round follow from the seed, which every node has, and not from any data. So sampling gives no
-    amplification: the client that was asked most often counts, and the other rounds reveal nothing of it.
+    Every node has the seed, and the clients of a round follow from it, not from any data. So sampling gives no
+    amplification: epsilon is that of the client that was asked most often; the other rounds reveal nothing about it.
     """
     settings = strategy.settings
     if not settings.dp_noise_multiplier:
@@ -229,7 +229,7 @@ def reasons(dropped: Sequence[Dropped]) -> list[Json]:
 
 
 def means_of(updates: Sequence[Update], keys: Iterable[str], robust: bool = False) -> dict[str, float]:
-    """Return the clients' means; with ``robust`` their lower medians, which no client moves by what it says."""
+    """Return the clients' means; with ``robust`` the lower medians, which one client's claim does not move far."""
     values = {key: [u.metrics[key] for u in updates if key in u.metrics] for key in keys}
     return {key: median_low(each) if robust else sum(each) / len(each) for key, each in values.items() if each}
 
@@ -241,10 +241,10 @@ def sums_of(
     fitted: Callable[[int], float] = float,
     whole: float = 0.0,
 ) -> dict[str, float]:
-    """Return the clients' sums; with ``robust`` a sample costs at most 1.5 times the median client's.
+    """Return the clients' sums; with ``robust`` a sample counts at most 1.5 times the median client's cost a sample.
 
-    It may cost ``whole`` FLOPs, those of the whole network: others may hold less of it. ``fitted``: number of a
-    client's samples -> of those that it computes on, which local steps make the same for all.
+    It may always count ``whole`` FLOPs, those of the whole network, because other clients may hold less. ``fitted``:
+    number of a client's samples -> number that it computes on, which is the same for all with local steps.
     """
     costs = {key: [u.metrics.get(key, 0.0) for u in updates] for key in keys}
     if robust and updates:
@@ -257,7 +257,7 @@ def sums_of(
 
 
 def check_widths(strategy: Hooks) -> None:
-    """Refuse devices that cannot hold the network where the method has no smaller one for them."""
+    """Refuse devices that cannot hold the network if the method has no smaller network for them."""
     settings, devices = strategy.settings, strategy.devices
     if not devices or strategy.narrows:
         return
@@ -270,7 +270,7 @@ def check_widths(strategy: Hooks) -> None:
 
 
 def check_defences(strategy: Hooks) -> None:
-    """Refuse the defences that do not protect a method, and noise in running statistics or without its package."""
+    """Refuse defences that do not protect the method, noise in running statistics, and noise without its package."""
     settings = strategy.settings
     noise = settings.dp_noise_multiplier
     chosen = {

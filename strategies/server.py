@@ -35,10 +35,10 @@ class Facts:
     """The server's own knowledge, against which the clients' reports are checked."""
 
     examples: Sequence[int]  # training samples of each client, by the partition
-    sample_flops: float  # of a forward and backward pass of the whole network
+    sample_flops: float  # FLOPs of a forward and backward pass of the whole network on a sample
     loss: Callable[[Tensors], float]  # of a global model on some test samples
     held_out: int = 0  # upper bound on a client's validation or test samples
-    exact: bool = True  # False: ``examples`` are upper bounds, of clients that have private data
+    exact: bool = True  # False: ``examples`` are upper bounds, because clients have private data
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Server:
     """The state of a run on the server, and what is computed from it.
 
     ``remembers`` names the attributes that are the method's state between rounds, each a :data:`Memory`: they are in
-    the checkpoint, and :meth:`merge` alone gives them new values.
+    the checkpoint, and only :meth:`merge` gives them new values.
     """
 
     remembers: tuple[str, ...] = ()
@@ -75,15 +75,15 @@ class Server:
         self.model = model  # for its structure only: unit_groups(model), shapes
         # The global model of the running round, named float32 CPU tensors; read-only.
         self.current: Tensors = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-        self.shared = list(self.current)  # its tensors that clients answer with; in a first stage all of them
+        self.shared = list(self.current)  # names of the tensors that clients reply with; in a first stage all
         self.round = 0  # the running one, from 1
         self.plateau_lr: Any = None  # with lr-schedule = "plateau": the running round's learning rate
         self.phase = Phase()  # the running or last phase
-        self.merging: Any = None  # of the answers that were asked for (strategies/merging.py)
+        self.merging: Any = None  # the merging of the phase that was asked for (strategies/merging.py)
         self.facts: Facts | None = None
-        # The round of each client's last merged reply with which it kept a state, [N]; 0: none.
+        # Each client's last round whose reply was merged and whose state the client kept, [N]; 0: none.
         self.state_rounds = torch.zeros(settings.num_clients, dtype=torch.int64)
-        self.usual: Tensors = {}  # with robust, what is usual (strategies/bounding.py)
+        self.usual: Tensors = {}  # with robust, the usual sizes of changes (strategies/bounding.py)
         self.good: Tensors = {}  # with robust, the best model so far (strategies/harm.py)
         self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
@@ -106,7 +106,7 @@ class Server:
         return self.once("specs", lambda: specs(self.current))
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return what ``make`` returns; it is called once for each global model."""
+        """Return ``make()``, which is called once for each key and global model."""
         if self._of_model[0] is not self.current:
             self._of_model = (self.current, {})
         known = self._of_model[1]
@@ -117,7 +117,7 @@ class Server:
     def held_width(self, client: int) -> float:
         """Return the fraction of the global network that a client's device can hold.
 
-        Without ``devices`` it is the (i mod number)-th of the method's ``widths``, where it has such a setting, else 1.
+        Without ``devices`` client i has the (i mod n)-th of the method's n ``widths``, or 1 without such a setting.
         """
         if self.devices:
             return min(1.0, self.devices.of(client).width / self.settings.model_width)
@@ -130,7 +130,7 @@ class Server:
 
     @staticmethod
     def total(updates: Sequence[Update], name: str) -> Tensor:
-        """Return the sum of a tensor of the updates; with ``secure-aggregation`` the first update has it."""
+        """Return the sum of one tensor over the updates; with ``secure-aggregation`` the first update holds the sum."""
         return sum((u.tensors[name] for u in updates if name in u.tensors), torch.tensor(0))
 
     @property
@@ -139,11 +139,11 @@ class Server:
         return float(self.plateau_lr or self.settings.lr_at(self.round))
 
     def values_at(self, masks: Tensors) -> Tensors:
-        """Return the global model with the values at the mask's positions alone of each tensor that has a mask."""
+        """Return the global model; a tensor with a mask is reduced to the values at the mask's positions."""
         return self.current | gather(self.current, masks)
 
     def contribution_at(self, update: Update, masks: Tensors) -> Contribution:
-        """Return the contribution of values at a mask's positions; :class:`BadReply` where their number differs."""
+        """Return the contribution of values at the masks' positions; :class:`BadReply` if their number differs."""
         for name, mask in masks.items():
             if (count := update.tensors[name].numel()) != (covered := int(mask.sum())):
                 raise BadReply(f"tensor {name!r}: {count} values, its mask covers {covered}")
@@ -164,12 +164,12 @@ class Server:
         return self.facts.examples[client] if self.facts else MAX_EXAMPLES
 
     def examples(self, client: int) -> tuple[int, int]:
-        """Return the bounds of a client's training samples; where the server knows their number, both are equal."""
+        """Return the bounds of a client's training samples; both are equal if the server knows the number."""
         most = self.max_examples(client)
         return (most if self.facts and self.facts.exact else 1), most
 
     def steps(self, examples: int) -> int:
-        """Return the steps that ``local-epochs`` or ``local-steps`` make of so many samples, as the client counts."""
+        """Return the steps of ``local-epochs`` or ``local-steps`` on ``examples`` samples, counted as by the client."""
         settings = self.settings
         batches = -(-examples // settings.batch_size)
         if examples % settings.batch_size == 1 < examples and _normalised(self.model):
@@ -178,7 +178,7 @@ class Server:
 
     @property
     def robust(self) -> bool:
-        """Say whether updates are bounded by one another (setting ``robust``); not with noise or secure aggregation."""
+        """Say whether a round's updates bound one another; "auto": not simulated, no noise, no secure aggregation."""
         settings = self.settings
         if settings.robust == "auto":
             return not (self.simulated or settings.dp_noise_multiplier or settings.secure_aggregation)
@@ -192,7 +192,7 @@ class Server:
     # --- called by the rounds ----------------------------------------------------------------------------------------
 
     def connect(self, federation: Federation, facts: Facts | None = None) -> None:
-        """Set the nodes that the verbs talk to, and the server's facts; without facts fewer checks are made."""
+        """Set the nodes that the verbs talk to, and the server's facts; without facts there are fewer checks."""
         self.federation = federation
         self.facts = facts
 

@@ -37,14 +37,14 @@ class Sliced(SubnetStrategy):
 
     @abstractmethod
     def units_of(self, client: int) -> dict[str, Tensor]:
-        """Return a client's units of this round: group name -> bool ``[group.size]``, read-only; others are all on."""
+        """Return a client's units in this round: group name -> bool ``[group.size]``, read-only; missing ones: on."""
 
     def slices_of(self, client: int) -> dict[str, Index]:
         """Return a client's rows and columns of each tensor that it does not have whole."""
         return indices(self.units, self.units_of(client))
 
     def network_of(self, client: int) -> Tensors:
-        # Slices of the model that some message still holds: equal ones are one object, which travels once a message.
+        # Slices of the model that a message still holds. Equal slices are one object, which is sent once a message.
         slices = self.once("slices", WeakValueDictionary[object, Tensor])
         network = dict(self.current)
         for name, index in self.slices_of(client).items():
@@ -90,7 +90,7 @@ class WidthBased(SubnetStrategy):
         return widths[int(torch.randint(len(widths), (), generator=draws))]
 
     def needs_classes(self, key: str) -> None:
-        """Raise :class:`UserError` where the key of the method is on and the task has no classes."""
+        """Raise :class:`UserError` if this key of the method is on and the task has no classes."""
         if getattr(self.options, key) and not task_of(self.settings.task).classes:
             name = f"{self.settings.method}.{key.replace('_', '-')} = True"
             raise UserError(f"{name}: needs classes, task = {self.settings.task!r} has none")
@@ -120,7 +120,7 @@ class Narrow(WidthBased, Sliced):
             self.measurement = Statistics(self)
 
     def distance(self, update: Update, contribution: Contribution) -> float:
-        """Return the distance of the parameters: no training reads the statistics, which an evaluation replaces."""
+        """Return the distance of the parameters alone: no training reads statistics, and evaluations replace them."""
         return super().distance(update, self.part(contribution, statistics=False))
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
@@ -128,12 +128,12 @@ class Narrow(WidthBased, Sliced):
         return {**super().norms(update, contribution), "statistics": statistics}
 
     def part(self, contribution: Contribution, statistics: bool) -> Contribution:
-        """Return the statistics of a contribution, or its parameters."""
+        """Return a contribution with its statistics only, or with its parameters only."""
         names, tensors = dict(self.model.named_buffers()), contribution.tensors.items()
         return contribution._replace(tensors={n: x for n, x in tensors if (n in names) == statistics})
 
     def ranks(self, group: UnitGroup, client: int) -> Tensor:
-        """Return the order in which a narrow client gets a layer's units: the rank of each, int64 ``[group.size]``."""
+        """Return the rank of each unit, int64 ``[group.size]``: a narrow client gets the units of the lowest ranks."""
         return torch.arange(group.size)
 
     def units_of(self, client: int) -> dict[str, Tensor]:

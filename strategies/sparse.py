@@ -36,10 +36,10 @@ class Masked(SubnetStrategy):
 
     @abstractmethod
     def kept(self, client: int) -> Tensors:
-        """Return a client's masks, those that do not keep all weights: name -> bool; equal ones are one object."""
+        """Return a client's masks that do not keep all weights: name -> bool; equal dicts of masks are one object."""
 
     def values(self, client: int) -> Tensors:
-        """Return the model, of tensors with a mask the values that it keeps; equal ones travel once a message."""
+        """Return the model, each masked tensor as its kept values; equal tensors are sent once a message."""
         masks = self.kept(client)
         return self.once(("values", id(masks)), lambda: (masks, self.current | gather(self.current, masks)))[1]
 
@@ -72,19 +72,19 @@ class Sparse(Masked):
         return {name: torch.ones(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
 
     def adjusts(self, server_round: int) -> bool:
-        """Say whether the masks are adjusted at the end of a round: never."""
+        """Say whether the masks are adjusted at the end of a round: by default never."""
         return False
 
     def chooses(self, server_round: int) -> bool:
-        """Say whether a round chooses the masks: the first one, and the running one where all before were abandoned."""
+        """Say whether a round chooses the masks: round 1 does, and the running round if all before were abandoned."""
         return bool(self.shapes) and (server_round == 1 or (server_round == self.round and not self.made))
 
     def findings(self) -> Mapping[str, Spec]:
-        """Return the specs of what a client adds to its answer in a round that adjusts the masks."""
+        """Return the specs of the tensors that a client adds to its reply in a round that adjusts the masks."""
         return {}
 
     def adjusted(self, model: Tensors, updates: Sequence[Update]) -> Tensors:
-        """Return the next masks, from the merged model, not pruned yet, and the updates with their findings."""
+        """Return the next masks, from the merged model before its pruning and the findings in the updates."""
         return self.masks
 
     def kept(self, client: int) -> Tensors:
@@ -98,7 +98,7 @@ class Sparse(Masked):
         return {name: tensor * masks[name] if name in masks else tensor for name, tensor in model.items()}
 
     def task(self, client: int) -> Task:
-        """Send the values that are kept, and the masks to a client that has not merged since they were made."""
+        """Send the kept values; send the masks as well to a client without a merged reply since they were made."""
         bits = {} if self.state_rounds[client] > self.made else prefixed(MASK, self.kept(client))
         return Task(client, self.values(client) | bits, {"adjust": self.adjusts(self.round)})
 
@@ -111,7 +111,7 @@ class Sparse(Masked):
         return self.under(model, self.adjusted(model, updates)) if self.adjusts(self.round) else Merged(model)
 
     def merged(self, mean: Mean, updates: Sequence[Update]) -> Tensors:
-        """Return the merged weights under the masks; in Flower's own loop the first model has all of them."""
+        """Return the merged weights under the masks, because in Flower's own loop the first model is not pruned."""
         return self.pruned(super().merge(mean, updates).model, self.masks)
 
     def under(self, model: Tensors, masks: Tensors) -> Merged:

@@ -40,7 +40,7 @@ def conf_name(path: Path) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Say whether an experiment or a table is named by the path of a file, which ends in ``.toml``."""
+    """Say whether an experiment or a table is given as the path of a file, which ends in ``.toml``."""
     return name.endswith(".toml")
 
 

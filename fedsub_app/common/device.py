@@ -1,4 +1,4 @@
-"""Where to compute: the choice of a device, what makes a GPU's numbers repeatable, and what is written down of it."""
+"""The device to compute on: its choice, what makes a GPU's numbers repeatable, and the facts that are recorded."""
 
 import os
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def pick_device(name: str, exact: bool = True) -> torch.device:
-    """Resolve the setting ``device``, auto, cpu or cuda, and, on a GPU, set up this process for it.
+    """Resolve the setting ``device`` (auto, cpu or cuda); for a GPU, set up this process.
 
-    ``exact``: deterministic kernels and float32 products in full precision; otherwise the fastest that torch has, TF32
-    and atomic additions included, whose sums differ from run to run.
+    ``exact``: deterministic kernels and float32 products in full precision; otherwise torch's fastest kernels, such as
+    TF32 and atomic additions, whose sums differ from run to run.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda': this machine has no CUDA device; allowed here are auto, cpu")
@@ -33,7 +33,7 @@ def pick_device(name: str, exact: bool = True) -> torch.device:
 
 
 def device_facts(device: torch.device) -> Json:
-    """Return what a run's ``settings.json`` says of the device that it was computed on."""
+    """Return the facts about the device that a run's ``settings.json`` records."""
     if device.type == "cpu":
         return {"type": "cpu"}
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
@@ -50,7 +50,7 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Have torch compute on ``count`` threads meanwhile."""
+    """Let torch compute on ``count`` threads within this block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -61,7 +61,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def seeing(gpu: str | None) -> Iterator[None]:
-    """Have processes that start meanwhile see this GPU only; ``None``: all that this process sees."""
+    """Let processes that start within this block see this GPU only; ``None``: all GPUs that this process sees."""
     before = os.environ.get(VISIBLE)
     if gpu is not None:
         os.environ[VISIBLE] = gpu

@@ -1,4 +1,4 @@
-"""The one error class whose message is written for the user, and how others are put into it."""
+"""The one error class whose message is written for the user, and the functions that turn other errors into it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong (key, client or file), its value, what is allowed.
 
-    Any function may raise it. Letters of names of unknown origin that a terminal would obey are escaped.
+    Any function may raise it. Control characters, which a terminal would obey, are escaped in names of unknown origin.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with its unprintable letters as Python writes them: ``\x1b`` for an escape."""
+    r"""Return a text with its unprintable characters as Python writes them: ``\x1b`` for an escape."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -34,9 +34,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def explained(what: str, limit: int | None = None) -> Iterator[None]:
-    """Raise :class:`UserError` in the place of all that code of others raises: ``what``, and the reason in brackets.
+    """Turn any exception of other people's code into a :class:`UserError`: ``what``, then the reason in brackets.
 
-    The reason has at most ``limit`` letters; it stands behind the colon where ``what`` ends with one.
+    The reason has at most ``limit`` characters; it follows the colon, without brackets, if ``what`` ends with one.
     """
     try:
         yield

@@ -15,7 +15,7 @@ class MachineFailed(Exception):
 
 
 def machine_failure(error: BaseException) -> str:
-    """Return in one line how the machine has failed, or nothing where an exception says something else."""
+    """Return in one line how the machine has failed, or "" if the exception has another cause."""
     if isinstance(error, MachineFailed):
         return str(error)
     if out_of_memory(error):
@@ -31,7 +31,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def gpu_lost() -> bool:
-    """Say whether an error has ended what this process can do on its GPU: whatever it asks of it fails from then on."""
+    """Say whether an error has made the GPU useless for this process, so that every later call on it fails."""
     if not torch.cuda.is_initialized():
         return False
     try:

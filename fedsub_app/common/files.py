@@ -22,23 +22,23 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing; in a folder that is its owner's alone, so are they."""
+    """Make a folder and its missing parents; below a folder that only its owner may use, they are private as well."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o777 & _mode(folder.parent), exist_ok=True)
 
 
 def _mode(folder: Path) -> int:
-    """Return 0o700 for a folder that is its owner's alone, else 0o777: the rest is for the umask to say."""
+    """Return 0o700 for a folder that only its owner may use, else 0o777, which the umask then restricts."""
     return 0o777 if folder.stat().st_mode & 0o077 else 0o700
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object], wait: bool = True) -> None:
     """Write so that ``path`` holds either all of ``content`` or what it held before, also after a power cut.
 
-    In a folder that is its owner's alone (0700), as a run's is, so is the file (0600). ``content``: the bytes, or a
-    function that writes them to the open file. After an OSError no part of it is left. ``wait``: until it is on disk;
-    else a power cut before the next :func:`flush` may leave a part of it.
+    In a folder that only its owner may use (0700), such as a run's, the file is private too (0600). ``content``: the
+    bytes, or a function that writes them to the open file. After an OSError no part of them is left. ``wait``: return
+    when they are on disk; otherwise a power cut before the next :func:`flush` may leave a part of the file.
     """
     make_folder(path.parent)
     mode = 0o666 & _mode(path.parent)
@@ -63,7 +63,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object], wait
 def flush(folder: Path) -> None:
     """Wait until all that was written to the file system of a folder is on disk.
 
-    For the files of 200 clients that takes a fortieth of the time of waiting for each.
+    For the files of 200 clients this takes a fortieth of the time of waiting for each file.
     """
     syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)  # of Linux
     if syncfs is None:
@@ -83,7 +83,7 @@ def _with_folder(folder: Path, use: Callable[[int], int | None]) -> int | None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what writers that were killed left below a folder in which nobody writes now."""
+    """Delete the temporary files that killed writers left below a folder; nobody may write there now."""
     for path in folder.rglob(".*"):
         if _TEMPORARY.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def write_json(path: Path, content: "Json") -> None:
 
 
 def read_json(path: Path) -> "Json":
-    """Return the JSON object in a file, without the checksum that :func:`write_json` gave it; 0.1.0 gave none."""
+    """Return the JSON object in a file, without the checksum of :func:`write_json`; files of 0.1.0 have none."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a file")
@@ -118,5 +118,5 @@ def read_json(path: Path) -> "Json":
 
 
 def checksum(content: "Json") -> str:
-    """Return the CRC-32 of an object's JSON text, 8 hexadecimal digits; the same after the text was read."""
+    """Return the CRC-32 of an object's JSON text, 8 hexadecimal digits; an object read from the text has the same."""
     return f"{zlib.crc32(to_json(content).encode()):08x}"

@@ -12,9 +12,9 @@ from torch.utils import _pytree
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Several tensors [n, ...] of the same samples, such as token ids and mask; indexing takes the same of each.
+    """Several tensors [n, ...] of the same samples, such as token ids and mask; indexing takes the same part of each.
 
-    ``names``: the keyword arguments of the network that they are; () for its arguments in order.
+    ``names``: the network's keyword arguments for the tensors; (): the tensors are its arguments in order.
     """
 
     tensors: tuple[Tensor, ...]
@@ -27,7 +27,7 @@ class Inputs:
         return Inputs(tuple(parts))
 
     def ordered(self, names: Collection[str]) -> list[Tensor]:
-        """Return the tensors in the order of ``names``; ValueError where it has others."""
+        """Return the tensors in the order of ``names``; ValueError if the input has other names."""
         if sorted(names) != sorted(self.names):
             raise ValueError(f"has {', '.join(self.names)}: must have {', '.join(names)}, as the first one")
         return [self.tensors[self.names.index(name)] for name in names] or [*self.tensors]
@@ -93,7 +93,7 @@ Shape = tuple[int, ...] | Form  # of one input; a tuple: one tensor of float32
 
 
 def form_of(*stored: Batch, tokens: int = 0) -> Shape:
-    """Return the form of one of some samples [n, ...]; ``tokens``: tokens stay below it, else one above the last."""
+    """Return the form of one of the samples [n, ...]; ``tokens``: tokens stay below it, or below the largest + 1."""
     first = stored[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype == torch.uint8):
         return tuple(first.shape[1:])
@@ -119,7 +119,7 @@ def blank(n: int, shape: Shape, device: torch.device | str | None = None, dtype:
 
 
 def drawn(count: int, shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    """Return random inputs on the CPU: normal numbers, tokens all alike likely, masks of ones."""
+    """Return random inputs on the CPU: normal numbers, uniform tokens, masks of ones."""
 
     def made(part: Part) -> Tensor:
         size = (count, *part.shape)
@@ -152,7 +152,7 @@ def _kind(x: Batch) -> str:
 def joined(parts: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
     """Return batches of one form as one: ``torch.cat`` or ``torch.stack`` of each tensor.
 
-    ValueError, continuing "an item": one has other tensors than the first.
+    ValueError, whose text continues "an item": a batch has other tensors than the first.
     """
     first, kinds = parts[0], [*dict.fromkeys(map(_kind, parts))]
     if len(kinds) > 1:

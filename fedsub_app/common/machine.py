@@ -1,4 +1,4 @@
-"""Cores and memory of this process, a check that data fit into it, and what is written down of the machine."""
+"""Cores and memory of this process, a check that data fit into the memory, and the recorded facts on the machine."""
 
 import ctypes
 import os
@@ -16,14 +16,15 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on: in a batch job or container fewer than there are."""
+    """Return the number of cores that this process may run on; a batch job or container may have fewer than exist."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep up to 256 MB that were freed, where it is glibc's.
+    """Let malloc, if it is glibc's, keep up to 256 MB of freed memory.
 
-    By default blocks of 32 MB go back to the system; each page of the next message costs a fault, six times its copy.
+    By default freed blocks of 32 MB go back to the system; then each page of the next message costs a page fault, which
+    takes six times as long as its copy.
     """
     with suppress(AttributeError, OSError):
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
@@ -41,7 +42,7 @@ def memory_bytes() -> int:
 
 
 def check_memory(subject: str, needed: int) -> None:
-    """Raise :class:`UserError` where ``needed`` bytes, and as much again to build them, are more than the memory."""
+    """Raise :class:`UserError` if ``needed`` bytes, and as many again to build them, exceed the memory."""
     if 2 * needed > memory_bytes():
         raise UserError(f"{subject}: {needed / 1e9:.3g} GB in memory, this machine has {memory_bytes() / 1e9:.3g} GB")
 

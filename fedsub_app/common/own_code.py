@@ -1,6 +1,6 @@
-"""Code of the user, by a setting's text, ``"FILE.py:NAME"`` or ``"package.module:NAME"``, and packages of weights.
+"""The user's code, named by a setting, ``"FILE.py:NAME"`` or ``"package.module:NAME"``, and packages of weights.
 
-It may do what the user may. A file travels to Flower's nodes in the run's bundle, a copy of this package.
+The code may do what the user may. A file travels to Flower's nodes in the run's bundle, a copy of this package.
 """
 
 import ast
@@ -37,7 +37,7 @@ def is_source(text: str) -> bool:
 
 
 def code_file(text: str) -> Path | None:
-    """Return the file that a setting names, the copy in the run's bundle where there is one; ``None`` for a module."""
+    """Return the file that a setting names, or its copy in the run's bundle if there is one; ``None`` for a module."""
     source = text.rpartition(":")[0]
     if not source.endswith(".py"):
         return None
@@ -45,7 +45,7 @@ def code_file(text: str) -> Path | None:
 
 
 def state_of(text: str) -> str:
-    """Return what changes with the file that a setting names: a digest of its text, "" where it names none."""
+    """Return a digest of the text of the file that a setting names; "" if it names none."""
     file = code_file(text)
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file and file.is_file() else ""
 
@@ -56,13 +56,13 @@ def bundled(text: str) -> Path:
 
 
 def section_of(method: str) -> str:
-    """Return what stands before the own keys of a method: its name, ``foo`` for ``"FILE.py:Foo"``."""
+    """Return the prefix of a method's own keys: the method's name, or ``foo`` for ``"FILE.py:Foo"``."""
     return method.rpartition(":")[2].lower().replace("_", "-") if ":" in method else method
 
 
 @contextmanager
 def of_others(said: str, source: str) -> Iterator[None]:
-    """Say what fails in the code of a source, and what may bring a package that lacks; ``said``: begin of the line."""
+    """Turn errors of a source's code into a :class:`UserError` that begins with ``said``; name a missing package."""
     with explained(f"{said}:", 300):
         try:
             yield
@@ -72,7 +72,7 @@ def of_others(said: str, source: str) -> Iterator[None]:
 
 
 def named_code(key: str, text: str, kind: Any = Callable) -> Any:
-    """Return what a setting names in a file or module, an object of ``kind``; :class:`UserError` where it is none."""
+    """Return the object of ``kind`` that a setting names in a file or module; :class:`UserError` if there is none."""
     source, _, name = text.rpartition(":")
     file = code_file(text)
     if file and not file.is_file():
@@ -90,7 +90,7 @@ def named_code(key: str, text: str, kind: Any = Callable) -> Any:
 
 
 def _file(path: Path) -> ModuleType:
-    """Return the module of a file, which is run once as long as its text stays the same."""
+    """Return the module of a file; the file is run again only if its text has changed."""
     text = path.read_bytes()
     name = f"fedsub_own_{hashlib.sha256(text).hexdigest()[:16]}"
     if name not in sys.modules:
@@ -98,7 +98,7 @@ def _file(path: Path) -> ModuleType:
         assert spec
         sys.modules[name] = module_from_spec(spec)  # before it is run: dataclasses look themselves up
         try:
-            # Not by the loader, which takes the bytecode of a text as long that was written in the same second.
+            # Not by the loader: it takes the bytecode of another text of this length, written in the same second.
             exec(compile(text, str(path), "exec"), vars(sys.modules[name]))
         except BaseException:
             del sys.modules[name]
@@ -116,7 +116,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def readable(options: str) -> str:
-    """Return a text that :func:`read_options` reads; ValueError for others."""
+    """Return the text itself if :func:`read_options` can read it, else raise its ValueError."""
     read_options(options)
     return options
 

@@ -16,7 +16,7 @@ def human_seconds(seconds: float) -> str:
 
 
 class Progress:
-    """Logs now and then how many images of ``total`` are done; a ``total`` of 0 is not known."""
+    """Logs now and then how many images of ``total`` are done; 0: the total is not known."""
 
     def __init__(self, task: str, total: int) -> None:
         self._task, self._total = task, total

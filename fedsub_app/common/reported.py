@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reported:
-    """A number of a round, or a list of numbers: heading and vertical axis of its picture.
+    """The picture of a number, or a list of numbers, of each round: its heading and vertical axis.
 
-    ``scale``: factor to the axis' unit (100: percent); ``curves``: names of a list's, the last of them sums the rest.
+    ``scale``: factor to the axis' unit (100: percent); ``curves``: names of a list's curves, the last sums the rest.
     """
 
     title: str

@@ -28,7 +28,7 @@ def simulated() -> bool:
 
 
 def keep_settings(header: Json, folder: Path) -> None:
-    """Keep a run's settings beside its clients' state; later messages, to any process of the node, have the digest."""
+    """Keep a run's settings beside its clients' state; later messages to the node's processes have only the digest."""
     text = header["settings"]
     if header["digest"] != settings_digest(text):
         raise UserError(f"digest = {header['digest']!r}: not that of the settings")
@@ -63,7 +63,7 @@ def state_folder(header: Json, config: Config) -> Path:
     if simulated() and not folder:
         if "state-dir" in header:
             _state_folders[run] = header["state-dir"]
-        return Path(_state_folders.get(run, ""))  # unknown to a new process of Ray's, which asks for the settings
+        return Path(_state_folders.get(run, ""))  # a new Ray process does not know it, and asks for the settings
     return Path(folder or os.environ.get("FEDSUB_STATE", "") or Path.home() / ".local/state/fedsub") / run
 
 

@@ -12,9 +12,9 @@ KINDS = (*ON_TEST_DATA, "global-local-validation", "personal-validation")
 class Score(NamedTuple):
     """A number by which models are compared; ``unit`` is ``"%"`` or "".
 
-    ``name`` is one word without hyphens; keys of reports end with it: ``global-accuracy``. A client may report ``low``
-    to ``high``. ``others`` are names of the further metrics that the task reports. ``losses`` is the range of the loss;
-    a model with a larger one has diverged.
+    ``name`` is one word without hyphens; keys of reports end with it: ``global-accuracy``. ``low`` and ``high`` bound
+    the values that a client may report. ``others`` are names of the task's further metrics. ``losses`` is the range of
+    the loss; a model with a larger loss has diverged.
     """
 
     name: str = "accuracy"
@@ -60,7 +60,7 @@ SCORES = {  # of the tasks of tasks.py, by the setting ``task``
 }
 
 
-SPREAD = "spread"  # its other value, for any task
+SPREAD = "spread"  # value of the setting ``metrics`` for any task
 
 
 def further_metrics(metrics: Iterable[str]) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def kind_of(key: str) -> str:
 
 
 def checked_task(text: str) -> str:
-    """Return the text of the setting ``task``; ValueError where it can name none. Code of the user is not run."""
+    """Return the text of the setting ``task``; ValueError if it cannot name a task. The user's code is not run."""
     if text not in SCORES and ":" not in text:
         raise ValueError(f"allowed are {', '.join(SCORES)}, or a class of your own, 'FILE.py:NAME'")
     return text

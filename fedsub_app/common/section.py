@@ -1,7 +1,7 @@
 """Settings as frozen, typed, validated sections. Each stands beside the code that it is for, and is built without TOML.
 
-A key has one type, one range and one default, its field's, and one description, the docstring under it. In TOML it is
-kebab-case and one word, number or text: what is None in Python is ``""`` or 0 there, a tuple is text with commas.
+A key has one type, one range, one default, as its field has, and one description, the docstring under the field. In
+TOML a key is kebab-case, and its value one word, number or text: None is ``""`` or 0, a tuple is a text with commas.
 """
 
 import ast
@@ -36,7 +36,7 @@ class Section(BaseModel):
     @classmethod
     @cache
     def docstrings(cls) -> dict[str, str]:
-        """Return the docstring under each key; pydantic would read all of them whenever the classes are loaded."""
+        """Return key -> docstring under it, read on demand; pydantic would read all whenever the classes are loaded."""
         texts: dict[str, str] = {}
         for section in reversed(cls.__mro__):
             with suppress(OSError, TypeError):  # a class without a file, or one of C
@@ -73,7 +73,7 @@ class Listed:
     """Annotation of a tuple that is one text in TOML, its elements separated by commas; ``""`` is the empty tuple.
 
     A single number, as the command line reads ``key=2``, is a tuple of one element. ``allowed``: end of the error line,
-    ``"must be …"``; ``read``, ``write``: functions from the text of one element to it, and back.
+    ``"must be …"``; ``read``: text of one element -> the element; ``write``: element -> its text.
     """
 
     allowed: str
@@ -88,7 +88,7 @@ class Listed:
                 if isinstance(value, str):
                     value = tuple(self.read(word.strip()) for word in value.split(",")) if value.strip() else ()
                 return check(value)
-            except ValueError:  # pydantic's own error, which names one element only, is one as well
+            except ValueError:  # also pydantic's own error, which names one element only
                 raise ValueError(self.allowed) from None
 
         text = core_schema.plain_serializer_function_ser_schema(lambda elements: ", ".join(map(self.write, elements)))
@@ -122,13 +122,13 @@ _KINDS = {
 
 
 def wanted(message: str) -> str:
-    """Return pydantic's ``Input should be …`` in our words, ``must be …``, and what it says otherwise as it is."""
+    """Return pydantic's ``Input should be …`` in our words, ``must be …``; its other messages stay as they are."""
     kind = message.removeprefix("Input should be ")
     return message if kind == message else f"must be {_KINDS.get(kind, kind)}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "", deep: bool = False) -> dict[str, Value]:
-    """Nested TOML tables as one level of dotted keys; unless ``deep``, a table in a method's table stays as it is."""
+    """Return TOML tables as one level of dotted keys; unless ``deep``, a table in a method's table stays a table."""
     flat: dict[str, Value] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and (deep or not prefix):

@@ -8,7 +8,7 @@ import torch
 
 
 def derive(*purpose: int | str) -> int:
-    """Return a 63-bit seed of every part of ``purpose``, as ``(seed, round, "batches")``, the same on every machine."""
+    """Return a 63-bit seed from all of ``purpose``, as ``(seed, round, "batches")``, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in purpose)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -20,7 +20,7 @@ def generator(*purpose: int | str) -> torch.Generator:
 
 @contextmanager
 def drawing(device: torch.device, *purpose: int | str) -> Iterator[None]:
-    """Let torch's own layers, such as dropout, draw by a purpose; the global generators are left as they were."""
+    """Seed torch's global generators, for layers such as dropout, by a purpose; restore them after this block."""
     on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # the tests' pretended GPU has no generator
     seed = derive(*purpose)
     with torch.random.fork_rng(devices=[device] if on_gpu else []):

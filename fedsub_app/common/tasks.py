@@ -17,12 +17,12 @@ Reduction = Literal["mean", "sum", "none"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> the mean of a batch
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float]]  # (output, y) -> means of a batch by name
 Sums = dict[str, float | Tensor]
-BINS, LARGEST, FINE = 4000, 1000.0, 0.05  # of logits that are counted for an area under the ROC curve: bins of asinh
+BINS, LARGEST, FINE = 4000, 1000.0, 0.05  # for areas under ROC curves logits are counted in bins of asinh
 IGNORED = -100  # the target of a position that does not count, as in torch
 
 
 class Task(ABC):
-    """A task; derive from it for one of your own: :meth:`loss`, :meth:`sums`, :meth:`metrics` and the attributes.
+    """A task. Your own class derives from it and defines :meth:`loss`, :meth:`sums`, :meth:`metrics` and attributes.
 
     Attributes
     ----------
@@ -61,11 +61,11 @@ class Task(ABC):
         """Return the metrics of all samples in ``sums``: the score, ``loss`` (the mean), and the others."""
 
     def count(self, y: Tensor) -> int:
-        """Return the number of terms whose mean is the loss: the samples."""
+        """Return the number of terms whose mean is the loss: by default the samples."""
         return len(y)
 
     def outputs(self, y: Tensor) -> int:
-        """Return the number of a network's outputs that y needs: by default y's own numbers a sample."""
+        """Return the number of outputs that a network needs for y: by default the numbers that y has for a sample."""
         return math.prod(y.shape[1:])
 
     def output(self, y: Tensor, outputs: int) -> tuple[int, ...]:
@@ -139,9 +139,9 @@ class FurtherMetrics(Classification):
 class MultiLabel(Task):
     """Binary cross-entropy of the logits [n, labels] with y [n, labels] of 0 and 1.
 
-    The score is the area under the ROC curve in percent, the mean over the labels of which there are positive and
-    negative samples; 50 without any. Logits are counted in bins, narrow around 0, up to ±1000, so that the
-    counts of batches add up. ``f1`` (percent): of all labels together, at the logit 0.
+    The score is the area under the ROC curve in percent, the mean over the labels that have positive and negative
+    samples; 50 without such a label. Logits are counted in bins, narrow around 0, up to ±1000, so that the counts of
+    batches add up. ``f1`` (percent): of all labels together, at the logit 0.
     """
 
     score, high_is_good, unit, low, high, others, losses = SCORES["multi-label"]
@@ -168,9 +168,9 @@ class MultiLabel(Task):
 
 
 class Regression(Task):
-    """Squared error of the outputs [n, k] with numbers [n, k] or, of one output, [n].
+    """Squared error between the outputs [n, k] and numbers [n, k], or [n] for one output.
 
-    The score is the root of the mean squared error, of which a lower one is better; ``mae`` is the mean absolute error.
+    The score is the root of the mean squared error; lower is better. ``mae`` is the mean absolute error.
     """
 
     score, high_is_good, unit, low, high, others, losses = SCORES["regression"]
@@ -235,7 +235,7 @@ class NextToken(Classification):
 
 
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
-    """Return int64 [labels, bins] of positive and negative samples by ``scores`` [n, labels], in bins up to ±1000."""
+    """Return counts of positive and negative samples, int64 [labels, bins]; ``scores`` [n, labels], bins to ±1000."""
     offsets = torch.arange(true.shape[1], device=true.device) * BINS
     places = torch.asinh(scores.double() / FINE) / math.asinh(LARGEST / FINE)  # a sure network's logits are large
     bins = ((places + 1) / 2 * BINS).long().clamp(0, BINS - 1) + offsets
@@ -247,9 +247,9 @@ def rank_counts(scores: Tensor, true: Tensor) -> Sums:
 
 
 def _against_others(logits: Tensor) -> Tensor:
-    """Return the logit of each class against all others, [n, classes], 0 at chance, where the bins are narrow.
+    """Return the logit of each class against all others, [n, classes]; it is 0 at chance, where bins are narrow.
 
-    It is exact where a probability rounds to 1, too.
+    It is exact even if a probability rounds to 1.
     """
     log_p = logits.log_softmax(1)
     first = F.one_hot(logits.argmax(1), logits.shape[1]).bool()
@@ -288,7 +288,7 @@ TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regre
 
 
 def registered(task: Task | str) -> str:
-    """Return the name by which settings name a task; one that is an object of this program its processes know too."""
+    """Return a task's name in settings; register a task that is an object of this program for its processes."""
     if isinstance(task, str):
         return task
     if not isinstance(task, Task):

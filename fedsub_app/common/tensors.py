@@ -20,7 +20,7 @@ def unprefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def brought(tensors: Mapping[str, torch.Tensor], device: torch.device = CPU) -> Tensors:
-    """Return the tensors on a device, copied once a dtype, in C order; to a GPU from pinned memory, without waiting."""
+    """Return the tensors on a device, in C order, in one copy a dtype; to a GPU from pinned memory, without waiting."""
     moved = dict(tensors)
     away = {name: tensor.detach() for name, tensor in tensors.items() if tensor.device != device}
     pinned = device.type == "cuda" and torch.cuda.is_initialized()  # the tests' pretended GPU cannot pin

@@ -15,7 +15,7 @@ def human_bytes(count: float) -> str:
 
 
 def three_digits(amount: float) -> str:
-    """Return a number of zero or more with three digits, or all those before the point: ``0.0123``, ``1234``."""
+    """Return a number >= 0 with three digits, or with all digits before the point: ``0.0123``, ``1234``."""
     return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 

@@ -38,9 +38,9 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 
 def _state(dataset: str, data: Path) -> str:
-    """Return what changes with a user's own files: a notebook may load a data set again that was changed meanwhile.
+    """Return a text that changes with a user's own files, so that a notebook loads a changed data set again.
 
-    For a folder of images it is the times at which images came into its folders or were deleted.
+    For a folder of images the text changes when images are added to its folders or deleted.
     """
     kind, _, pattern = dataset.partition(":")
     if kind in READERS:
@@ -100,7 +100,7 @@ def _load(settings: DataSettings, state: str) -> Dataset:
         samples = Samples(train_x), Samples(test_x)
 
     def labelled(x: Samples, split: Sequence[Split]) -> own.Split:
-        """Return a split; the labels of each source begin behind those of the ones before."""
+        """Return a split; each source's labels follow those of the sources before it."""
         y = torch.cat([y + first for (_, y), first in zip(split, first_label, strict=True)])
         return own.Split(x, y, [name for name, (_, y) in zip(known, split, strict=True) for _ in range(len(y))])
 
@@ -114,7 +114,7 @@ def _load(settings: DataSettings, state: str) -> Dataset:
 
 
 def _sources(name: str, settings: DataSettings) -> dict[str, Source]:
-    """Return the sources of one set, all of them: its domains, which have the same classes, or else itself."""
+    """Return all sources of one set: its domains, which have the same classes, or the set itself."""
     loaded = LOADERS.get(name, _own)(name, settings)
     if isinstance(loaded, dict):
         return loaded
@@ -163,7 +163,7 @@ def _image_domains(folder: Path, settings: DataSettings) -> dict[str, Source]:
 
 
 def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
-    """Return the features of the images that are chosen of a source."""
+    """Return a source with its chosen images as features."""
     x = [x if isinstance(x, Pictures) else Pictures.all_of(x) for x, _ in (source.train, source.test)]
     train, test = (x[0], source.train[1]), (x[1], source.test[1])
     chosen = _choose(name, replace(source, train=train, test=test), settings)
@@ -213,7 +213,7 @@ def _choose(name: str, source: Source, settings: DataSettings) -> Source:
 
 
 def _one_form(parts: list[Tensor], settings: DataSettings) -> list[Tensor]:
-    """Bring the sources' samples to one shape: float32, or images that are uint8 and have that shape stay so."""
+    """Return the sources' samples in one shape: images as float32, or as uint8 if all are of this shape and type."""
     shape = tuple(parts[0].shape[1:])
     if len(shape) == 3:
         channels, height, width = (max(part.shape[axis] for part in parts) for axis in (1, 2, 3))

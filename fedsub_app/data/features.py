@@ -9,7 +9,7 @@ Images are resized to 256 pixels (the shorter side), cropped to the central 224 
 for these weights. Training images of the sets that the paper names (birds, flowers, aircraft, textures) are instead
 cut out, resized and flipped at random, once: a sample has the same features in every round, and with every seed.
 
-Features are kept in the cache folder by the content of the weights' files and by the images: pixels in memory, else the
+The cache folder keeps features by the content of the weights' files and by the images: by pixels in memory, else by the
 files' names, sizes, times of change and a few files' content. A file is written after each ``GROUP`` images, so that a
 killed extraction goes on where it was. One of several processes extracts, on a GPU if there is one; the others wait.
 """
@@ -88,7 +88,7 @@ class Backbone:
 
 @lru_cache(maxsize=2)
 def backbones(features: Features, folder: str | None) -> tuple[Backbone, ...]:
-    """Return the networks, their weights looked for and, where ``folder`` is None, downloaded."""
+    """Return the networks; look for their weights and, if ``folder`` is None, download missing ones."""
     if features == LITE0:
         file = packaged(features)
         return (Backbone(features, file, hashlib.sha256(file.read_bytes()).hexdigest()),)
@@ -125,7 +125,7 @@ def impatient() -> Iterator[None]:
 
 
 def notes(features: Features, folder: str | None) -> tuple[str, ...]:
-    """Return what a run says of its features: the weights' files, or that there are none."""
+    """Return a run's notes on its features: the weights' files, or that the weights are random."""
     if features.endswith(RANDOM):
         return ("features of backbones with random weights, not pretrained",)
     names = []
@@ -202,7 +202,7 @@ def _computed(
 
 
 def _transform(random_crops: bool, pixels: Mapping[str, list[float]]) -> Callable[[Image.Image, int], Tensor]:
-    """Return what makes of an image and its number the networks' input, float32 ``[3, 224, 224]``."""
+    """Return a function from an image and its number to the networks' input, float32 ``[3, 224, 224]``."""
     from torchvision.models import ResNet101_Weights
     from torchvision.transforms import v2
 

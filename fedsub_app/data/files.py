@@ -35,7 +35,7 @@ Listed = tuple[tuple[str, ...], Path]  # (split, class, file name), and the file
 
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # of IMAGES; Pillow reads others by programs, as EPS by gs
 HOLD_OUT = 6  # of a set without a split every sixth sample of a class is for testing
-READ = 16  # files whose content tells sets of the same names, sizes and times apart, as bitmaps of an archive have
+READ = 16  # files whose content is hashed: bitmaps of two archives may have the same names, sizes and times
 MAX_UNPACKED = 2**31  # bytes of an image in an archive
 
 
@@ -72,7 +72,7 @@ class Pictures:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all images of the split, 16 hex digits; of files their names, sizes and times, and some of them."""
+        """Hash of the split's images, 16 hex digits; of files: names, sizes, times, and the content of some."""
         checksum = hashlib.sha256()
         if isinstance(self.images, Tensor):
             checksum.update(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
@@ -92,7 +92,7 @@ Split = tuple[Tensor | Pictures, Tensor]
 
 
 def cache_folder() -> Path:
-    """Where decoded and unpacked copies are kept: ``$FEDSUB_CACHE``, or ``decoded`` in the user's cache folder."""
+    """Return the folder of decoded and unpacked copies: ``$FEDSUB_CACHE``, or ``decoded`` in the user's cache."""
     return Path(os.environ.get("FEDSUB_CACHE") or user_cache_path("fedsub") / "decoded").expanduser()
 
 
@@ -112,8 +112,8 @@ def read_files(
 
     Class numbers follow ``classes`` or else the sorted names of the training folders, images the sorted file names, as
     in torchvision's ImageFolder. Images are brought to ``image_size`` pixels a side (bilinear, antialiased), or must be
-    of one size where it is None; grey ones become RGB where others are. Decoded once, then read from the cache until a
-    file's size or time changes; files of which features are asked stay files.
+    of one size if it is None; grey images become RGB if others are RGB. Images are decoded once, then read from the
+    cache until a file's size or time changes. If features are wanted, images stay files.
     """
     if listed is None and path.is_dir():
         listed = list_images(path)

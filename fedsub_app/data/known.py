@@ -1,4 +1,4 @@
-"""Data sets with a name of their own, generated, installed, torchvision's, medmnist's: ``LOADERS``, at the end."""
+"""Data sets with a name of their own: generated, installed, torchvision's, medmnist's. ``LOADERS`` is at the end."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,7 +124,7 @@ def _medmnist(name: str, settings: DataSettings) -> Source:
 
 
 def _labelled(file: Path, train: tuple[Array, Array], test: tuple[Array, Array], num_classes: int) -> Source:
-    """Return upstream's arrays as a source. Upstream's loaders do not check them, so this does."""
+    """Return upstream's arrays as a source. This function checks them, because upstream's loaders do not."""
     return Source(checked(file, "train", *train, num_classes), checked(file, "test", *test, num_classes), num_classes)
 
 
@@ -211,7 +211,7 @@ def _located(
     download: Callable[[str], object] | None = None,
     holds: Sequence[str] = (),
 ) -> Path:
-    """Return where the file or folder ``base`` is, with all that it ``holds``; else torchvision or medmnist gets it."""
+    """Return where the file or folder ``base`` is, with all that it ``holds``; if missing, ``download`` gets it."""
     data = data_folder(settings.data_dir)
     path = find(data, base)
     if path and all((path / entry).exists() or (path / f"{entry}.gz").exists() for entry in holds):

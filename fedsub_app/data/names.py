@@ -67,7 +67,7 @@ def own_files(data: Path) -> dict[str, Path]:
 
 
 def private_name(path: Path) -> str:
-    """Return the ``dataset`` of a table, or of one of our own forms in the folder that it lies in."""
+    """Return the key ``dataset`` of a path: a table, or a file or folder of our own forms in its parent folder."""
     if path.suffix[1:] in READERS and path.is_file():
         return f"{path.suffix[1:]}:{path.absolute()}"
     name = next((name for name, file in own_files(path.parent).items() if file == path), "")
@@ -90,10 +90,10 @@ def parts_of(dataset: str, data: Path) -> list[str]:
 
 
 def data_folder(setting: str | None) -> Path:
-    """The setting, or else ``$FEDSUB_DATA``, or else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
+    """Return the setting, else ``$FEDSUB_DATA``, else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
     folder = Path(setting or os.environ.get("FEDSUB_DATA") or user_cache_path("fedsub") / "data").expanduser()
     try:
-        folder.stat()  # an error that is_dir would hide
+        folder.stat()  # raises an error that is_dir would hide
         if not folder.is_dir():
             raise UserError(f"data-dir = {str(folder)!r}: not a folder")
     except FileNotFoundError:  # it may be made for a download
@@ -104,7 +104,7 @@ def data_folder(setting: str | None) -> Path:
 
 
 def in_data_folder(source: str, setting: str | None) -> str:
-    """Return ``transformers:FOLDER`` with the folder in the data folder where it is there and not here."""
+    """Return ``transformers:FOLDER`` with the path in the data folder, if the folder is there and not here."""
     kind, _, name = source.partition(":")
     folder = data_folder(setting) / name
     return f"{kind}:{folder}" if kind == "transformers" and not Path(name).is_dir() and folder.is_dir() else source

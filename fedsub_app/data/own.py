@@ -65,7 +65,7 @@ def dataset_of(
     notes: tuple[str, ...] = (),
     sources: Iterable[str] = (),
 ) -> Dataset:
-    """Return the data set of two splits; ``output``: a network's shape, ``sources``: by default the sorted groups."""
+    """Return the data set of two splits; ``output``: shape of an output; ``sources``: default the sorted groups."""
     where = "" if name == OWN else f"dataset = {name!r}, "
     targets = []
     for part, one in (("train", train), ("test", test)):

@@ -30,7 +30,7 @@ from fedsub_app.common.seeds import derive, generator
 from fedsub_app.data.samples import Dataset
 from fedsub_app.data.settings import FLWR, KINDS, WITHOUT_CLASSES, PartitionSettings
 
-DRAWS = 11  # at most, until no client has too few samples; flwr-datasets makes as many of its Dirichlet draws
+DRAWS = 11  # at most, until no client has too few samples; flwr-datasets makes as many Dirichlet draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def make_partition(dataset: Dataset, settings: PartitionSettings) -> Partition:
 
 
 def whole_set(dataset: Dataset, settings: PartitionSettings, client: int) -> Partition:
-    """Return the partition of a data set that is ``client``'s own: the same indices for all clients, all tests."""
+    """Return the partition of a data set that is ``client``'s own: all clients have the same indices, all tests."""
     every = torch.arange(len(dataset.train_y))
     train, rest = _split(every, settings.validation_fraction, 0, settings.seed, client, "validation")
     if not len(train):
@@ -158,7 +158,7 @@ def _least(settings: PartitionSettings) -> int:
 
 
 def _by_quantity(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Draw the clients' sizes of random samples from a Dirichlet draw (Li et al., ICDE 2022, arXiv 2102.02079)."""
+    """Give clients random samples; a Dirichlet draw sets their numbers (Li et al., ICDE 2022, arXiv 2102.02079)."""
     samples, clients, least = len(dataset.train_y), settings.num_clients, _least(settings)
     order = torch.randperm(samples, generator=generator(settings.seed, "partition"))
     draws = np.random.default_rng(derive(settings.seed, "sizes"))
@@ -172,7 +172,7 @@ def _by_quantity(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _draw(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Every client for itself, with replacement: the last class takes what the rounding of the others leaves."""
+    """Draw each client's samples by itself, with replacement; the last class gets what the others' rounding leaves."""
     size = settings.samples_per_client or 0
     of_class = [(dataset.train_labels == label).nonzero().flatten().numpy() for label in dataset.train_labels.unique()]
     clients = []
@@ -200,9 +200,9 @@ def _by_source(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _by_groups(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    """Return whole sources, the largest first, each to the client with the fewest samples so far.
+    """Give whole sources, the largest first, each to the client with the fewest samples so far.
 
-    With a multiple of the sources, each source's samples go to equally many clients, in the order of the names.
+    If there are k times as many clients as sources, each source's samples go to k clients, in the order of the names.
     """
     groups = [(dataset.train_source == source).nonzero().flatten() for source in dataset.train_source.unique()]
     share, rest = divmod(settings.num_clients, len(groups))
@@ -317,7 +317,7 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     if several or settings.partition.startswith(FLWR):  # they cut runs of rows: files may be sorted by class or source
         rows = torch.randperm(len(labels), generator=generator(settings.seed, "rows"))
     names = [dataset.sources[k] for k in sources[rows].tolist()]
-    with explained(f"partition-options = {settings.partition_options!r}:", 200):  # of options that are none of its
+    with explained(f"partition-options = {settings.partition_options!r}:", 200):  # from options that it does not have
         made = kind(**{k: value for k, value in ours.items() if k in takes} | options)
         made.dataset = Table.from_dict({"label": labels[rows].tolist(), "source": names, "index": rows.tolist()})
     try:
@@ -325,7 +325,7 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
             warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
             parts = made.num_partitions
             clients = [made.load_partition(k)[:]["index"] for k in range(min(parts, settings.num_clients))]
-    except Exception as error:  # ValueError, and what options that are none of its lead to
+    except Exception as error:  # ValueError, or another error from options that it does not have
         of = f"{len(labels)} samples over num-clients = {settings.num_clients}"
         of += f" with {least} or more each" if (least := settings.min_samples) else ""
         raise UserError(f"{key} = {settings.toml()[key]!r}: no partition of {of}: {one_line(error)}") from error

@@ -80,7 +80,7 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class LazySamples:
-    """Samples that are read when they are taken; they need not fit into memory.
+    """Samples that are read when they are indexed; they need not fit into memory.
 
     ``read``: positions -> the samples there, on the CPU. ``index``: position in the source of each sample, int64 [n].
     """
@@ -120,8 +120,8 @@ class Dataset:
 
     ``source`` is the position in ``sources`` (the names joined by ``+``, the domains, or the values of the column
     ``group``). ``notes`` says, one line each, what is partial, lossy or substituted. ``num_classes`` is the number of a
-    network's outputs. y of other tasks than a classification is what the task takes. ``labels`` are the classes of a
-    table as they stand in it, or the names of the folders of images; () where classes have numbers alone. ``in_shape``
+    network's outputs. For tasks other than a classification y has the form that the task takes. ``labels`` are the
+    classes of a table as they stand in it, or the names of image folders; () if classes are only numbers. ``in_shape``
     is the form of one sample, a network's input.
     """
 
@@ -152,7 +152,7 @@ class Dataset:
     def digest(self) -> str:
         """Digest of the samples' number and form, and of integer y and x, such as pixels and tokens.
 
-        Floats differ between processors and are left out, as are samples that are read when they are taken.
+        Floats differ between processors and are left out, and so are lazy samples.
         """
         y = (self.train_y, self.test_y)
         checksum = hashlib.sha256(f"{self.in_shape} {[tuple(part.shape) for part in y]}".encode())
@@ -206,8 +206,8 @@ def normalised(train: Tensor, test: Tensor, how: Normalise) -> tuple[Samples, Sa
 def channels_last(x: Tensor) -> Tensor:
     """Return images channels-last in memory, the fastest layout in oneDNN.
 
-    A grey image is laid out both ways at once, and ``contiguous`` leaves it the strides of the other one, by which
-    torch chose convolutions and pooling that took up to half as long again.
+    A grey image has both layouts at once, and ``contiguous`` leaves it the strides of the other layout. By these torch
+    chose convolutions and pooling that took up to half as long again.
     """
     _, channels, height, width = x.shape
     last = x.contiguous(memory_format=torch.channels_last)

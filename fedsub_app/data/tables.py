@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 IDS = ("input_ids", "attention_mask")  # as transformers names them
-SPLIT, FILE = "split", "file"  # column that says "train" or "test"; column that is made: name of a row's file
+SPLIT, FILE = "split", "file"  # column of "train" or "test"; column that is added: name of a row's file
 NUMBERS = "biuf"  # kinds of NumPy's types
 HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
 
@@ -43,7 +43,7 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
 
 
 def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:
-    """Return another file's rows as inputs, made as the training rows, and the classes; its labels are ignored."""
+    """Return another file's rows as inputs, made like the training inputs, and the classes; ignore its labels."""
     train, test, notes = _rows(wanted, task)
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:
@@ -70,7 +70,7 @@ def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame
 
 
 def _mixed(rows: "pd.DataFrame | None", name: str) -> bool:
-    """Say whether a column has words and others, as where one file has the classes 0 and 1, another 1 and "other"."""
+    """Say whether a column mixes words and others, such as classes 0 and 1 of a file and 1 and "other" of another."""
     return rows is not None and name in rows and len({isinstance(value, str) for value in rows[name].dropna()}) > 1
 
 
@@ -88,7 +88,7 @@ def _in_words(rows: "pd.DataFrame", wanted: DataSettings) -> "pd.DataFrame":
 
 
 def _of_code(wanted: DataSettings, task: Task) -> Dataset:
-    """Call a function of the user with those of ``seed`` and ``folder`` (the data folder) that it names."""
+    """Call a function of the user, with ``seed`` and ``folder`` (the data folder) if its parameters name them."""
     load = named_code("dataset", wanted.dataset)
     known = {"seed": wanted.seed, "folder": data_folder(wanted.data_dir)}
     try:
@@ -119,7 +119,7 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
 
 
 def matching(pattern: str, data: Path) -> list[Path]:
-    """Return the files of a table, here or in the data folder: the one of this name, else those that match it."""
+    """Return the files of a table, here or in the data folder: the file of this name, else all that match it."""
     root = Path(pattern).anchor
     name = pattern.removeprefix(root)
     for folder in (Path(root),) if root else (Path(), data):
@@ -132,7 +132,7 @@ def matching(pattern: str, data: Path) -> list[Path]:
 
 
 def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":
-    """Return the table in a file; where a key names the column ``file`` and there is none, it is the file's name."""
+    """Return the table in a file; if a key names the column ``file`` and there is none, add it: the file's name."""
     import pandas as pd
 
     reader, options = READERS[kind]
@@ -235,7 +235,7 @@ def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series
         allowed = ", ".join(map(str, rows.columns))
         raise UserError(f"dataset = {wanted.dataset!r}: no column {name!r}; allowed: {allowed}")
     column = rows[name]
-    empty = column.isna()  # pandas' own types have a value for it, of which isfinite knows nothing
+    empty = column.isna()  # pandas' own types have empty values that isfinite does not know
     if bad := int((empty | np.isinf(column) if column.dtype.kind == "f" else empty).sum()):
         what = f"column {name!r} has {bad} empty or infinite values"
         raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none")

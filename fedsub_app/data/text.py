@@ -25,7 +25,7 @@ TEST_SHARE = 6  # every sixth sample of a package is for testing
 
 
 class Tokenizer(NamedTuple):
-    """A function from texts to tokens, the number of tokens, and the one that stands behind a text's end."""
+    """A function from texts to tokens, the number of different tokens, and the token that pads a text's end."""
 
     encode: Encode
     size: int
@@ -76,7 +76,7 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def padded(tokens: Sequence[Sequence[int]], length: int, pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first one counts."""
+    """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first is 1."""
     ids, mask = torch.full((len(tokens), length), pad), torch.zeros(len(tokens), length, dtype=torch.int64)
     for row, text in enumerate(tokens):
         some = torch.tensor(text[:length], dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""The methods for a Flower app of one's own: strategies made of keywords, a ClientApp made of a network and data."""
+"""The methods for your own Flower app: strategies made from keywords, a ClientApp made from a network and data."""

@@ -1,4 +1,4 @@
-"""The ClientApp of a user's own network and data."""
+"""The ClientApp for a user's own network and data."""
 
 import copy
 import sys
@@ -30,7 +30,7 @@ from fedsub_app.training.problem import Model, Problem, built, with_named_head
 from fedsub_app.training.workplace import Workplace
 
 Load = Callable[[Context], object]
-CLIENTS = 256  # whose data a process keeps
+CLIENTS = 256  # clients whose data a process keeps
 
 
 def client_app(
@@ -49,18 +49,18 @@ def client_app(
 
     Parameters
     ----------
-    model : the network's class, or a function that makes one: [n, ...] -> outputs [n, ...], logits [n, classes] of a
-        classification.
-    data : context -> ``(train, test)``, each of them (x, y), where x is a tensor or a tuple or mapping of tensors, or a
-        map-style data set of such items, of torch or the package datasets, which is read lazily where it is large. Its
+    model : the network's class, or a function that makes a network. The network maps [n, ...] to outputs [n, ...]; for
+        a classification these are logits [n, classes].
+    data : context -> ``(train, test)``. Each is (x, y), where x is a tensor, or a tuple or mapping of tensors; or it is
+        a map-style data set of such items (of torch or the package datasets), which is read lazily if it is large.
         ``context.node_config`` is the node's, with the client as ``partition-id`` and the number of all clients as
-        ``num-partitions``. Called once a client and process.
-    task : a task of your own, which the strategy is given as well; others need only be named to the strategy.
-    loss : (output, y) -> the differentiable mean of a batch; default: the task's.
-    metrics : (output, y) -> further means of a batch by name, one word each, which clients report with the score.
+        ``num-partitions``. A process calls ``data`` once a client and run; with over 256 clients it may call again.
+    task : your own task; give it to the strategy as well. Other tasks are only named to the strategy.
+    loss : (output, y) -> the mean loss of a batch, differentiable; default: the task's.
+    metrics : (output, y) -> name (one word) -> mean over a batch: further metrics that clients report with the score.
     collate : items of a map-style data set -> (x, y), or a mapping with ``label`` or ``labels``; default: stacks them.
-    optimizer : (parameters, lr) -> a ``torch.optim.Optimizer``, in the place of SGD; fresh in every round.
-    head : name of the layer that is the network's head, where the strategy's ``head`` names none; default: the last
+    optimizer : (parameters, lr) -> a ``torch.optim.Optimizer`` that replaces SGD; it is made anew in every round.
+    head : name of the layer that is the network's head, if the strategy's ``head`` names none; default: the last
         Linear.
     mods : Flower's mods of a ClientApp; refused.
     """
@@ -118,9 +118,9 @@ def client_app(
 
 
 def private_data(context: Context) -> object:
-    """Return the samples of a node's own file: a ``data`` of :func:`client_app` for SuperNodes.
+    """Return the samples of a node's own file, for use as ``data`` of :func:`client_app` on SuperNodes.
 
-    ``private-data`` of ``--node-config`` is an .npz file or image folder, normalised by its own training samples.
+    ``private-data`` of ``--node-config`` names an .npz file or image folder; its own training samples normalise it.
     """
     path = Path(str(context.node_config.get("private-data", "")))
     data = load_dataset(resolve({"dataset": private_name(path), "data-dir": str(path.parent)}).data)
@@ -128,7 +128,7 @@ def private_data(context: Context) -> object:
 
 
 def with_loss(task: Task, mean: Loss) -> Task:
-    """Return a task with another loss, of which the mean of a batch alone is known: one number a sample is refused."""
+    """Return a task with another loss, which gives only a batch's mean; one number a sample raises ValueError."""
 
     def loss(output: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         if reduction == "none":
@@ -141,7 +141,7 @@ def with_loss(task: Task, mean: Loss) -> Task:
 
 
 def with_metrics(task: Task, means: Metrics) -> Task:
-    """Return a task that reports further metrics, each the mean over the samples of a batch's means."""
+    """Return a task that also reports the metrics of ``means``, averaged over batches by their numbers of samples."""
 
     def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
         further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
@@ -157,7 +157,7 @@ def with_metrics(task: Task, means: Metrics) -> Task:
 
 
 def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
-    """Refuse a network whose layers run in another order than that of their definition, which the server goes by."""
+    """Refuse a network whose layers do not run in the order of their definition, which the server assumes."""
     defined = problem.unfrozen()
     running = with_named_head(built(model, problem.data.in_shape)(settings.seed), settings.head)
     if (layer_groups(defined), head_names(defined)) != (layer_groups(running), head_names(running)):
@@ -167,7 +167,7 @@ def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
 
 
 def _check_optimizer(settings: Settings) -> None:
-    """Refuse the keys and methods that do nothing, or something else, with an optimizer of the user's."""
+    """Refuse keys that a user's optimizer replaces, and methods that compute with SGD's steps."""
     given, usual = settings.flat(), defaults()
     for key in ("optimizer", "momentum", "weight-decay"):
         if (value := given[key]) != (allowed := usual[key]):
@@ -179,7 +179,7 @@ def _check_optimizer(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Node:
-    """A node in one run; equal ones have the same folder and configuration, without their place among the nodes."""
+    """A node in one run; ``partition-id`` and ``num-partitions`` do not count when nodes are compared."""
 
     context: Context = field(compare=False)
     folder: Path

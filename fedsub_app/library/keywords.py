@@ -1,4 +1,4 @@
-"""Settings as keywords: which there are for a method, and what they become."""
+"""Settings as keywords of a method's strategy: their names, and the keys that they set."""
 
 from collections.abc import Mapping
 from inspect import Parameter, Signature
@@ -14,19 +14,19 @@ from fedsub_app.runs.config import defaults, register_installed, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.settings import Settings
 
-# A strategy has no keyword for these: the app's data and network are its own, `start` is told how long a run is.
+# A strategy has no keyword for these keys: the app brings its data and network, `start` takes the number of rounds.
 WITHOUT = {
     *(DataSettings.model_fields.keys() | PartitionSettings.model_fields.keys())
     - {"seed", "validation_fraction", "task"},
     *("experiment", "method", "num_rounds", "run_dir", "resume", "model", "start_from", "stack_clients", "options"),
     *("model_options", "model_width"),  # of a network that the app makes itself
 }
-EVALUATE = "personal"  # what the clients measure unless they are told; of a method without own models the global one
+EVALUATE = "personal"  # the default of ``evaluate``; a method without personal models measures the global one
 MANY = 100_000  # clients, before the roll call has told how many there are
 
 
 def keywords(method: str) -> dict[str, str]:
-    """Return keyword -> key of a method's strategy, its own first, ``fedadam_lr`` where a general key has the name."""
+    """Return keyword -> key, the method's own keys first; ``fedadam_lr``: an own key that has a general key's name."""
     aliases = [str(field.alias) for name, field in Settings.model_fields.items() if name not in WITHOUT]
     general = {_keyword(key): key for key in aliases}
     own = {key.partition(".")[2]: key for key in defaults() if key.startswith(f"{method}.")}
@@ -45,7 +45,7 @@ def signature(method: str) -> Signature:
 
 
 def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
-    """Return keywords as keys in TOML spelling; :class:`UserError` for one that there is not."""
+    """Return keywords as keys in TOML spelling; :class:`UserError` for an unknown keyword."""
     known = keywords(method)
     keys: dict[str, Any] = {"evaluate": EVALUATE}
     for name, value in given.items():
@@ -60,17 +60,17 @@ def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
 
 
 def whole_keys(method: str, keys: Mapping[str, Value], clients: int, num_rounds: int) -> dict[str, Value]:
-    """Return all keys of a run with so many clients."""
+    """Return all keys of a run with this number of clients and rounds."""
     own: dict[str, Value] = {"dataset": OWN, "model": OWN, "method": method}
     return {**keys, **own, "num-clients": clients, "num-rounds": num_rounds}
 
 
 def check(method: str, keys: Mapping[str, Value]) -> None:
-    """Raise :class:`UserError` for what is wrong before the number of clients is known."""
+    """Raise :class:`UserError` for keys that are wrong whatever the number of clients is."""
     try:
         resolve(whole_keys(method, keys, MANY, 1))
     except UserError as error:
-        if "num-clients" not in str(error):  # else it is for the roll call to tell
+        if "num-clients" not in str(error):  # such errors depend on the roll call
             raise
 
 

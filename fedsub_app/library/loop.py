@@ -36,13 +36,13 @@ def start(
 ) -> Json:
     """Run all rounds as ``fedsub run`` does; returns the summary.
 
-    The run directory has a line a round, checkpoints and the final model. ``resume`` goes on after the last checkpoint.
+    The run directory has a line a round, checkpoints and the final model. ``resume`` continues at the last checkpoint.
 
     Parameters
     ----------
     strategy : one of this package, such as ``fedsub.FedSelect()``.
-    initial_arrays : the initial global model; a run that goes on has that of its beginning.
-    num_rounds : rounds of the run, all together.
+    initial_arrays : the initial global model; a resumed run uses the one that it began with.
+    num_rounds : total number of rounds, including those before a resume.
     run_dir : the run's directory; "": a new one under $FEDSUB_RUNS.
     evaluate_fn : (round, arrays) -> metrics for the round's line, such as ``{"global-accuracy": 93.1}``.
 
@@ -64,7 +64,7 @@ def start(
         for key, is_used in (*used, ("target-score", settings.target_score)):
             if is_used:
                 raise UserError(f"{key}: needs the score global-{settings.score.name}, which evaluate_fn measures")
-    strategy.build(settings, initial_arrays)  # what is wrong with them is said before anything is written
+    strategy.build(settings, initial_arrays)  # errors are raised before anything is written
     run = open_run(settings)
     run.continuation = f"fedsub.start(…, run_dir={str(run.folder)!r}, resume=True)"
     with described_failures(run, settings):
@@ -82,7 +82,7 @@ def start(
 
 
 def _numbers(found: Mapping[str, float]) -> dict[str, float]:
-    """Return what ``evaluate_fn`` measured as numbers for the round's line; also those of NumPy and torch."""
+    """Return ``evaluate_fn``'s metrics, which may be numbers of NumPy or torch, as floats for the round's line."""
     try:
         numbers = {str(name): float(value) for name, value in dict(found).items()}
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Strategies for Flower's own ``Strategy.start``: a method's, connected to the nodes when the first round begins."""
+"""Strategies for Flower's own ``Strategy.start``: each connects a method's strategy to the nodes in the first round."""
 
 import logging
 import math
@@ -36,7 +36,7 @@ log = logging.getLogger("fedsub")
 
 
 class TensorsAlone(nn.Module):
-    """Stands for a network of which the tensors are known, and not the layers."""
+    """A stand-in for a network whose tensors are known and whose layers are not."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class TensorsAlone(nn.Module):
         return self.known
 
     def modules(self, *_: Any, **__: Any) -> Any:
-        """Yield a BatchNorm where there are running statistics: a last batch of one sample is no step then."""
+        """Yield a BatchNorm if there are running statistics: then a last batch of one sample makes no step."""
         yield from [nn.BatchNorm1d(1)] * any(map(_running, self.known))
 
     def named_modules(self, *_: Any, **__: Any) -> Any:
-        """Raise :class:`UserError`: layers are asked for."""
+        """Raise :class:`UserError`: the layers are not known."""
         raise UserError("model = None: the method needs the network's layers, which arrays do not tell; give model=")
 
 
@@ -65,16 +65,16 @@ def _running(name: str) -> bool:
 
 
 class LibraryStrategy(Strategy):
-    """One method as a strategy; :func:`strategy_class` makes a class of each.
+    """A method as a strategy; :func:`strategy_class` makes one class for each method.
 
     Parameters
     ----------
     model : the network's class or a function that makes one, for methods that need its layers.
-    in_shape : shape of one sample. Methods that need units of a network that is no ``nn.Sequential`` find them with
-        it, in the network's graph; the clients' samples must have this shape.
+    in_shape : shape of one sample; the clients' samples must have it. With it methods find units in the graph of a
+        network that is not an ``nn.Sequential``.
     max_examples : upper bound on a client's training samples; a reply that claims more is dropped. 0: no bound.
-    clients_per_node : clients that each node hosts; the roll call counts the nodes.
-    given : settings by keyword, ``help`` lists them.
+    clients_per_node : number of clients that each node hosts; the roll call counts the nodes.
+    given : settings by keyword; ``help`` lists them.
 
     Raises
     ------
@@ -109,19 +109,19 @@ class LibraryStrategy(Strategy):
         check(self.method, self.keys)
         self.num_rounds = 1
         self.connected: SubnetStrategy | None = None
-        self._others: dict[str, Tensor] = {}  # of the arrays: integers and a frozen base, which no method changes
-        self._tied: dict[str, str] = {}  # further names of tied weights -> their first one, by which they travel
+        self._others: dict[str, Tensor] = {}  # arrays that no method changes: integers and a frozen base
+        self._tied: dict[str, str] = {}  # further name of a tied weight -> its first name, under which it is sent
         self._order: list[str] = []
         self._round: tuple[ConfigRecord, Grid] | None = None
         self._folder: TemporaryDirectory[str] | None = None
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
-        """Run Flower's own loop; some methods need to know beforehand how many rounds there are."""
+        """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand."""
         self.num_rounds = num_rounds
         return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
     def call_roll(self, grid: Grid) -> dict[str, Value]:
-        """Wait for the nodes; returns the keys of a run with their clients."""
+        """Wait for the nodes; return the keys of a run with all clients of these nodes."""
         waiting = {key: value for key, value in self.keys.items() if key in ("min-nodes", "node-timeout")}
         self._roll = Roll(FederationSettings.model_validate(waiting), {})
         self._roll.meet(grid)
@@ -153,7 +153,7 @@ class LibraryStrategy(Strategy):
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}
         header |= {"as-defined": True} if strategy.model in as_defined else {}
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
-        federation.header |= federation.run_settings  # Flower's loop does not ask again where a node has not got them
+        federation.header |= federation.run_settings  # Flower's loop does not ask a node again that lacks them
         federation.roll, self._roll.settings = self._roll, settings
         bound = [self.max_examples] * settings.num_clients
         facts = Facts(bound, math.inf, lambda _: 0.0, self.max_examples, exact=False) if self.max_examples else None
@@ -165,7 +165,7 @@ class LibraryStrategy(Strategy):
         if self.model is None:
             return TensorsAlone(initial)
         network = with_named_head(built(self.model, self.in_shape)(0), settings.head)
-        if self.in_shape:  # else the methods that trace the network meet a traceback
+        if self.in_shape:  # methods that trace the network would fail with a traceback
             answer(network, f"in_shape = {self.in_shape}: model = {type(network).__name__}", self.in_shape)
         own = tensors_of(network)
         self._tied = ties(network)
@@ -182,7 +182,7 @@ class LibraryStrategy(Strategy):
         return freeze(network, trained_part(settings), type(network).__name__) if settings.trainable else network
 
     def whole(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return arrays in the initial ones' order, with those that no method changes, for ``load_state_dict``."""
+        """Return all arrays, unchanged ones included, in the order of the initial ones, for ``load_state_dict``."""
         tensors = to_tensors(arrays) | self._others
         tensors |= {name: tensors[first] for name, first in self._tied.items() if first in tensors}
         return to_arrays({name: tensors[name] for name in self._order})
@@ -192,7 +192,7 @@ class LibraryStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages of a round; in the first one the nodes are asked who they are."""
+        """Return the messages of a round; the first round begins with the roll call of the nodes."""
         if self.keys.get("lr-schedule") == "plateau":
             raise UserError("lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells no scores")
         if self.connected is None or server_round == 1:
@@ -222,7 +222,7 @@ class LibraryStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages that ask all clients for what ``evaluate`` names, where the round is due."""
+        """Return the messages that ask all clients for the scores in ``evaluate``, if an evaluation is due."""
         assert self.connected
         return list(self.connected.configure_evaluate(server_round, self._floats(arrays), config, grid))
 
@@ -237,7 +237,7 @@ class LibraryStrategy(Strategy):
         return metrics
 
     def summary(self) -> None:
-        """Log the method and the keys that were given, one line."""
+        """Log the method and the keys that were given, in one line."""
         log.info("%s %s", title(self.method), self.keys)
 
     def _floats(self, arrays: ArrayRecord) -> ArrayRecord:

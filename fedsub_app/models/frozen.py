@@ -1,4 +1,4 @@
-"""A frozen base: the tensors of a network that are never trained, sent or kept; the others are.
+"""A frozen base: the tensors of a network that are never trained, sent or stored; all other tensors are.
 
 A module's attribute ``BASE`` names its tensors that belong to the base. :func:`~fedsub_app.models.tensors_of` leaves
 them out, so that methods, masks, messages and checkpoints know the trained tensors alone. The base is compared by its
@@ -29,8 +29,8 @@ _LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")
 class Trained(NamedTuple):
     """The trained part of a network, by the settings of these names; ``what = ""``: everything.
 
-    ``moves_base``: the method changes the weights that have adapters, so that they travel as well. ``again``: blocks
-    are computed again in the backward pass, instead of keeping what they have computed.
+    ``moves_base``: the method changes the weights that have adapters, so these are sent as well. ``again``: blocks are
+    computed again in the backward pass, instead of keeping their activations.
     """
 
     what: str = ""
@@ -72,7 +72,7 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
 
 
 def with_base_of(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Return a frozen network, modified: its base is that of another one of the same structure, the same storage."""
+    """Return a frozen network, modified: its base is now that of another network like it, in the same storage."""
     every, base = dict(model.named_parameters()), dict(other.named_parameters())
     for name in base_names(other) & base.keys():
         every[name].data = base[name].data
@@ -93,7 +93,7 @@ def base_digest(model: nn.Module) -> str:
 
 
 def other_base(here: str, wanted: str) -> str:
-    """Return in words that the weights of the frozen base are others, by their digests; the end names whose."""
+    """Return the words that two frozen bases differ, with their digests; the caller adds whose the second is."""
     return f"the frozen base has SHA-256 {here[:16] or 'none'} here, {wanted[:16] or 'none'} is"
 
 
@@ -128,7 +128,7 @@ def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
 
 
 def tied_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights under adapters that another layer, or the same one elsewhere, has as well."""
+    """Return the names of weights under adapters that a second layer shares, or the same layer in a second place."""
     weights, tied = {adapter.weight for adapter in adapters(model.state_dict())}, ties(model)
     return [name for name in (*tied, *tied.values()) if name in weights]
 
@@ -196,7 +196,7 @@ def _freeze(model: nn.Module, names: Collection[str], dtype: torch.dtype | None)
 
 
 def _compute_again(model: nn.Module, name: str) -> None:
-    """Switch on gradient checkpointing, by the library that the network is of."""
+    """Switch on gradient checkpointing, with the network's own library."""
     try:
         library: Any = model
         if hasattr(model, "set_grad_checkpointing"):  # timm

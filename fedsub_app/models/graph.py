@@ -1,9 +1,9 @@
-"""Units of any network, by its graph: torch-pruning finds which rows and columns belong together, numbers decide.
+"""Units of any network, by its graph: torch-pruning finds rows and columns that belong together, a test decides.
 
-A unit can be removed where the network without it computes what the network computes in which its rows and columns are
-zero. That holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and
-for a transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm, whose mean over all
-channels a removed one leaves; GroupNorm's channels go only by whole groups, attention's features by whole heads.
+A unit can be removed if the network without it computes the same as with the unit's rows and columns at zero. That
+holds for the channels between two convolutions, with BatchNorm or without, for a residual stream of them and for a
+transformer's feed-forward units. It does not hold for the stream of a network with LayerNorm: removing a channel
+changes the mean over all channels. GroupNorm's channels go only by whole groups, attention's features by whole heads.
 :func:`traced_groups` tries each group that torch-pruning offers, with random weights in float64, and returns those that
 pass.
 """
@@ -37,7 +37,7 @@ def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
     try:
         ghost = _randomised(model, x)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch-pruning's, of what it does not follow: numbers decide
+            warnings.simplefilter("ignore")  # torch-pruning's, about what it does not follow: the test decides
             offered = _offered(ghost, x, reasons)
         groups = _passing(ghost, x, offered, reasons)
     except Exception as error:  # torch-pruning takes many networks, not all
@@ -110,7 +110,7 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
 
 
 def _inseparable(kinds: Any, start: Any, pruner: Any, names: Mapping[nn.Module, str]) -> str:
-    """Return which layer that a node is coupled to cannot do without some of its channels, and why; or nothing.
+    """Return a layer that is coupled to a node and cannot lose single channels, with the reason; "" for none.
 
     Positions are not followed: in a network with windows of attention torch-pruning multiplies them without end.
     """
@@ -230,10 +230,10 @@ def _as_heads(model: nn.Module, group: UnitGroup) -> UnitGroup | None:
 
 @torch.no_grad()
 def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
-    """Return how the network without some of the units is another than that in which these are zero, or nothing.
+    """Return how the network without some units differs from the network with these units at zero; "" if it does not.
 
-    All units but one in the middle, and the middle half of them: half of attention's features may happen to be whole
-    heads, and the first units may keep the neighbours that they had, as LocalResponseNorm's.
+    The test removes all units but one in the middle, then the middle half. Half of attention's features may happen to
+    be whole heads, and the first units may keep their neighbours, as in LocalResponseNorm.
     """
     whole, sizes, effects = model(x), {group.name: group.size for group in groups}, list[float]()
     but_one = {name: torch.arange(size) != size // 2 for name, size in sizes.items()}

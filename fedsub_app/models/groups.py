@@ -19,14 +19,14 @@ from fedsub_app.models.sources import in_shape_of
 # Ends of the names of LoRA's tensors, as the package peft gives them.
 _A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose order was asked for, without an input's shape
+as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose layer order was asked for without an input's shape
 
 
 class Place(NamedTuple):
-    """Positions of a group's units along an axis of a tensor: unit j has ``start + j * repeat`` and what follows it.
+    """Positions of a group's units along an axis of a tensor: unit j has those from ``start + j * repeat`` on.
 
-    ``axis``: 0 for rows, 1 for columns; ``repeat``: consecutive positions of one unit; ``length``: of the whole axis,
-    of which positions before and behind the units are those of others.
+    ``axis``: 0 for rows, 1 for columns; ``repeat``: number of consecutive positions of one unit; ``length``: of the
+    whole axis, whose positions before and behind the units belong to others.
     """
 
     name: str
@@ -50,7 +50,7 @@ class UnitGroup:
     rows : names of the tensors whose axis 0 is indexed by the units: weight, bias, and those of a BatchNorm behind it.
     cols : ``(name, repeat)`` of the tensors whose axis 1, of ``size * repeat`` entries, is indexed by the units: repeat
         is height x width behind a flatten, else 1.
-    blocks : places of which ``rows`` and ``cols`` cannot speak: parts of an axis, several rows a unit.
+    blocks : places that ``rows`` and ``cols`` cannot describe: parts of an axis, several rows a unit.
     chain : one layer produces the units and one reads them, as in a listed network; ``False``: there may be several of
         both, and layers in between.
     """
@@ -81,7 +81,7 @@ def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
 def executed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules by name in the order in which a forward pass in training enters them.
 
-    One that is not entered stands behind its parent; networks of the register are registered in that order.
+    A module that is not entered follows its parent; listed networks define their modules in that order.
     """
     named = dict(model.named_modules())
     if (shape := in_shape_of(model)) is not None and {*_orders.get(model, ())} != named.keys():  # adapters are added
@@ -133,7 +133,7 @@ def adapters(names: Collection[str]) -> tuple[Adapter, ...]:
 def scale_of(model: nn.Module) -> float:
     """Return alpha / r, the factor of B A in a network's adapters; 1 without any. Adapters of a lower rank keep it.
 
-    :class:`UserError` where a network brings adapters of several.
+    :class:`UserError` if a network's adapters have several such factors.
     """
     scales = (vars(module).get("scaling") for _, module in model.named_modules())
     found = {float(scale["default"]) for scale in scales if isinstance(scale, dict)} or {1.0}
@@ -155,9 +155,9 @@ def rank_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
 
 
 def kept_positions(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
-    """Return which positions along which axis of a tensor are left when only the units that are on are.
+    """Return the positions that are left if only the units that are on stay: (tensor name, axis) -> bool ``[length]``.
 
-    ``units``: group name -> bool ``[group.size]``; a group that is lacking keeps all its units and is not here.
+    ``units``: group name -> bool ``[group.size]``; a missing group keeps all its units and adds no entry.
     """
     kept: dict[tuple[str, int], Tensor] = {}
     for group in groups:
@@ -176,7 +176,7 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
     values, are loaded into it: ``load_tensors(narrowed(model, groups, widths), take(tensors, groups, units))``. The
     model has no hooks. The copy shares no memory with it, is in the same mode and on the same device.
 
-    ``widths``: group name -> number of units kept, 1 to ``group.size``, else ValueError; one that is lacking keeps all.
+    ``widths``: group name -> number of units kept, 1 to ``group.size``, else ValueError; a missing group keeps all.
     """
     if unknown := widths.keys() - {group.name for group in groups}:
         allowed = ", ".join(group.name for group in groups)

@@ -26,9 +26,9 @@ class Output(NamedTuple):
 
 
 def beside(factor: Tensor, module: nn.Module, values: Tensor) -> Tensor:
-    """Return a factor of each unit in the shape that multiplies what enters or leaves a layer.
+    """Return the units' factors in a shape that multiplies the inputs or outputs of a layer.
 
-    A Linear's units are the last axis, of tokens too, those of other layers the second.
+    A Linear's units are the last axis, for tokens as well; other layers' units are the second axis.
     """
     return factor if isinstance(module, nn.Linear) else factor.view(-1, *[1] * (values.dim() - 2))
 
@@ -36,7 +36,7 @@ def beside(factor: Tensor, module: nn.Module, values: Tensor) -> Tensor:
 class Gate:
     """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
-    It stays: putting a hook on and off costs a tenth of a small network's step. A copy of the layer has its own gate.
+    The hook stays, because adding and removing it costs a tenth of a small network's step. A copied layer has its own.
     """
 
     factor: Tensor | None = None
@@ -51,7 +51,7 @@ class Gate:
 
 
 class Tap:
-    """A hook that keeps what ``entered`` a layer last while it is open; it stays, and is copied, as a gate is."""
+    """A hook that, while open, keeps a layer's last input as ``entered``; it stays and is copied like a gate."""
 
     is_open = False
     entered: Tensor | None = None
@@ -152,7 +152,7 @@ class Network:
 
     @torch.no_grad()
     def reset(self) -> nn.Module:
-        """Return the module; its buffers that are not sent, such as integers and later ones, are again as built."""
+        """Return the module; reset its buffers that are not sent, such as integers and later ones, to their start."""
         self.take_assigned()
         for held, built in self._held:
             held.clear()
@@ -163,7 +163,7 @@ class Network:
 
     @cached_property
     def compiled(self) -> Callable[[Loss], Loss]:
-        """Makes a loss of the model's output one of its input, compiled with its backward pass; on CUDA as graphs."""
+        """Function: loss of an output -> loss of an input, compiled with its backward pass; on CUDA as graphs."""
 
         def made(loss: Loss) -> Loss:
             _ = self._tap  # before it is compiled: a hook that comes later has it compiled again
@@ -181,7 +181,7 @@ class Network:
 
     @cached_property
     def _counts(self) -> list[Tensor]:
-        """Batches that went into BatchNorm's statistics where they are a mean of all: before, another client's did."""
+        """Batch counts of BatchNorm layers whose statistics are means of all batches: zeroed for the next client."""
         layers = [m for m in self.module.modules() if isinstance(m, _BATCH_NORM) and m.momentum is None]
         return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
 

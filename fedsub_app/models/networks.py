@@ -58,9 +58,9 @@ def _image_shape(name: str, in_shape: tuple[int, ...], smallest: int) -> tuple[i
 
 
 class MaxPool(nn.MaxPool2d):
-    """2 x 2 max-pooling; where no gradient is asked for, on a CPU, several times as fast as torch's, with its outputs.
+    """2 x 2 max-pooling with torch's outputs; without gradients on a CPU it is several times as fast as torch's.
 
-    torch looks for the place of each maximum too, one number after the other where a layer has few channels: that was
+    torch also looks for the place of each maximum, one number after the other if a layer has few channels: that was
     40 % of LeNet-5's evaluation.
     """
 
@@ -114,8 +114,8 @@ def _resnet18(name: str, in_shape: tuple[int, ...], num_classes: int) -> nn.Modu
 
     ``resnet18-imagenet``: with ImageNet's weights, read from torch's hub folder or downloaded, and a fresh output
     layer. ``resnet18-gn``: with GroupNorm of 32 groups (Wu, He 2018) in the place of BatchNorm. It reads images of
-    up to 64 pixels in torch's plain layout: channels last, as samples lie, its step takes 1.2 to 1.7 times as long on a
-    CPU at 32 pixels. Larger images, BatchNorm, depthwise and small networks are as fast or faster channels last.
+    up to 64 pixels in torch's plain layout. Channels last, the samples' layout, its step takes 1.2 to 1.7 times as long
+    on a CPU at 32 pixels. Larger images, BatchNorm, depthwise and small networks are as fast or faster channels last.
     """
     channels, height, _ = _image_shape(name, in_shape, 1)
     from torchvision.models import ResNet18_Weights, resnet18  # on demand: it takes a second

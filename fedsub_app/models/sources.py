@@ -1,4 +1,4 @@
-"""Networks that are not of this package: ``model = "SOURCE:NAME"``, with the options of whoever builds them.
+"""Networks that are not of this package: ``model = "SOURCE:NAME"``, with the options of the source's builder.
 
 A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Net``, or an importable module,
 ``package.module:Net``. Its code runs as the user's own: it may do whatever the user may.
@@ -68,14 +68,14 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
 
 
 def with_logits(model: nn.Module) -> nn.Module:
-    """Return the network, modified: it takes several tensors, and answers a tensor where it answered ``logits``."""
+    """Return the network, modified: it takes several tensors, and returns the ``logits`` of an output that has them."""
     model.register_forward_hook(_logits)
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
     return model
 
 
 def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False, device: str = "cpu") -> Any:
-    """Return what a copy of the network, whose statistics may move, answers two inputs; ``who``: for the error."""
+    """Return a copy's output for two inputs, so that the network's statistics stay; ``who`` begins the error."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return copy.deepcopy(model).to(device).train(training)(blank(2, in_shape, device))
@@ -113,7 +113,7 @@ def _arguments(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 
 
 def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Return what a network answers as its logits: transformers' outputs, torchvision's with auxiliary heads."""
+    """Return the logits in a network's output, such as transformers' or torchvision's with auxiliary heads."""
     return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
@@ -121,7 +121,7 @@ def _logits(module: nn.Module, inputs: object, output: Any) -> Any:
 
 
 def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    """Build by name; ``weights`` are torchvision's by their name, as "DEFAULT", or those of a file."""
+    """Build a network by name; ``weights`` names torchvision's weights, such as "DEFAULT", or a file."""
     from torchvision.models import get_model, get_model_weights
 
     channels, *_ = numbers(in_shape, model)
@@ -134,7 +134,7 @@ def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, optio
 
 
 def for_channels(net: nn.Module, channels: int) -> nn.Module:
-    """Return a network for RGB images whose first convolution, made anew, takes so many channels."""
+    """Return a network for RGB images with a new first convolution that takes ``channels`` channels."""
     first, stem = next(((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d)), ("", None))
     if stem and stem.in_channels != channels:
         sizes: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
@@ -168,7 +168,7 @@ def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    """Build by name; with ``pretrained=True`` with the weights of the hub's cache, ``weights`` are those of a file."""
+    """Build a network by name; ``pretrained=True`` takes weights from the hub's cache, ``weights`` from a file."""
     timm, (channels, *_) = import_module("timm"), numbers(in_shape, model)
     given = {"num_classes": num_classes, "in_chans": channels} | dict(options)
     weights = given.pop("weights", None)
@@ -177,7 +177,7 @@ def _timm(model: str, name: str, in_shape: Shape, num_classes: int, options: Opt
 
 
 def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
-    """Build by the configuration in a folder or on the hub; with ``pretrained=True`` with its weights as well."""
+    """Build a network from a configuration in a folder or on the hub; ``pretrained=True`` takes its weights, too."""
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()  # which tensors are fresh is known: fresh_names
     transformers.logging.disable_progress_bar()

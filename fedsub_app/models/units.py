@@ -33,10 +33,10 @@ def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
-    A network of a source (:func:`~fedsub_app.models.sources.adopted`) has those of its graph
-    (:func:`~fedsub_app.models.graph.traced_groups`), one with LoRA its adapters' ranks. In a listed ``nn.Sequential``
-    these are every Linear and Conv2d but the last, in a ResNet the inner channels of each block (``conv1``, ``bn1`` ->
-    ``conv2``): the residual stream ties the other channels of a stage to each other.
+    A network of a source (:func:`~fedsub_app.models.sources.adopted`) has the units of its graph
+    (:func:`~fedsub_app.models.graph.traced_groups`), a network with LoRA its adapters' ranks. In a listed
+    ``nn.Sequential`` the units are those of every Linear and Conv2d but the last, in a ResNet the inner channels of
+    each block (``conv1``, ``bn1`` -> ``conv2``): the residual stream ties the other channels of a stage to each other.
 
     TypeError where a layer is not known, or no unit can be removed.
     """
@@ -135,9 +135,9 @@ def with_head(model: nn.Module, head: str) -> nn.Module:
 
 
 def head_layer(model: nn.Module) -> str:
-    """Return the name of the head: what :func:`with_head` has set, else the last Linear in order of execution.
+    """Return the name of the head: the layer that :func:`with_head` set, else the last Linear in order of execution.
 
-    Where there is no Linear, the last layer with a weight of several axes; "", the whole model, without one.
+    Without a Linear it is the last layer whose weight has several axes; without such a layer "", the whole model.
     """
     if named := getattr(model, _HEAD, ""):
         return str(named)

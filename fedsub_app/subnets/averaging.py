@@ -18,12 +18,12 @@ WAITING_BYTES = 1 << 26
 
 
 class Contribution(NamedTuple):
-    """One client's contribution to the mean, by tensor name; a tensor that is lacking gets nothing from this client."""
+    """One client's contribution to the mean, by tensor name; a missing tensor gets nothing from this client."""
 
     tensors: Mapping[str, Tensor]
     masks: Mapping[str, Tensor] | None = None  # bool that broadcasts to its tensor: the positions that count, else all
     weight: float = 1.0  # finite
-    slices: Mapping[str, Index] | None = None  # the rows and columns that a tensor without a mask holds of the whole
+    slices: Mapping[str, Index] | None = None  # rows and columns of the whole that a tensor without a mask holds
     # Tensors at whose positions no other client contributes. They are added with weight 1, so that the mean is exactly
     # the value; any other weight w gives (w x) / w, rounded twice.
     alone: Collection[str] = ()
@@ -40,7 +40,7 @@ class Contribution(NamedTuple):
 
 
 class Mean(Protocol):
-    """The mean of a round's contributions: :class:`MaskedMean`, and others in its place."""
+    """The mean of a round's contributions: :class:`MaskedMean`, or a class that replaces it."""
 
     def result(self, server_lr: float = 1.0) -> Tensors:
         """Return the new model, float32; ``server_lr``: step from the old model (0) to the mean (1). Call it once."""
@@ -80,7 +80,7 @@ class MaskedMean:
         self._weights: dict[str, Tensor] = {}  # their weights: 0-dim until a mask comes, then one a position
         self._total = torch.zeros(())
         self._unit: float | None = None
-        self._counted = True  # all weights are 1 and fewer than 256: a byte a position holds them
+        self._counted = True  # there are fewer than 256 weights, all 1: a byte a position holds their sum
 
     @torch.no_grad()
     def add(self, updates: Sequence[Contribution]) -> None:
@@ -187,7 +187,8 @@ class _Term(NamedTuple):
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
     """Raise ValueError where an update does not fit the old model.
 
-    Unknown name, other shape, mask not bool or beside a slice, rows or columns that ``old`` lacks or not ascending.
+    Faults: an unknown name, another shape, a mask that is not bool or has a slice beside it, rows or columns that
+    ``old`` lacks or that do not ascend.
     """
     masks, slices = update.masks or {}, update.slices or {}
     for name, x in update.tensors.items():

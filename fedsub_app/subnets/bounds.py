@@ -1,13 +1,13 @@
-"""Bounds on each tensor's change by what other clients' changes of it are: adaptive clipping, tensor by tensor.
+"""Adaptive clipping, tensor by tensor: other clients' changes of a tensor bound each client's change of it.
 
 Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private Learning with Adaptive Clipping, NeurIPS 2021,
 https://arxiv.org/abs/1905.03871, whose bound is a quantile of the clients' norms and moves by a factor a round. Here
 
-- the quantile is the median, taken of this round's changes and of the last rounds' medians, which hold where a round
-  has too few clients for a majority;
+- the quantile is the median of this round's changes and of the last rounds' medians; the latter decide if a round has
+  too few clients for a majority;
 - a change has two sizes, each with its bound: its root mean square over the positions that it covers, so that a mask
   buys no length, and its largest value, so that a whole tensor's length cannot go into one position;
-- a client that trains on more samples than the median client may go as many times farther.
+- a client that trains on k > 1 times the median client's samples may go k times as far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 WINDOW = 5  # rounds whose medians count beside this one's values
-GROWTH = 2.0  # what is usual may be remembered as at most this many times what was usual before
+GROWTH = 2.0  # a usual size is remembered as at most this many times the one before
 FLOOR = 0.01  # a median counts as at least this fraction of the size of the values that the change started from
 
 
@@ -46,7 +46,7 @@ def size(x: Tensor, start: Tensor, mask: Tensor | None = None) -> Size | None:
 
 
 def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
-    """Return the size of a usual change of a tensor, by this round's sizes, at least one, and those of the last rounds.
+    """Return the usual size of a tensor's change, from this round's sizes (at least one) and those of the last rounds.
 
     ``past`` is float64 ``[rounds, 2]``; ``start``, the size of the tensor that the changes started from, is a floor.
     """
@@ -70,7 +70,7 @@ def fits(have: Size, bound: Size) -> bool:
 
 
 def within(x: Tensor, start: Tensor, have: Size, bound: Size) -> Tensor:
-    """Return ``x`` with its change from ``start`` brought within a bound; ``x`` itself where it is.
+    """Return ``x`` with its change from ``start`` brought within a bound; ``x`` itself if the change fits.
 
     The change is scaled down to the root mean square of ``bound``, then each of its values is cut at the peak.
     """

@@ -3,10 +3,10 @@
 Multiplying a unit's row of weights, its bias and its column in the next layer by m (FedPeWS, Eq. 5, rule "and") is
 multiplying the output of its layer and the input of the next one by m. Between the two are only layers that pass a
 factor m >= 0 on (ReLU, pooling, dropout), so one product with m² has the value and the gradients of both: the gradients
-in the weights of a unit that is off are zero, and so is the gradient in its m: it may be left out of the computation.
+in the weights of a unit that is off are zero, and so is the gradient in its m: the computation may leave the unit out.
 
-The common form for neuron masks multiplies a unit's output, h = relu(z), once: the same values, and the same gradients
-in the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
+The common form for neuron masks multiplies a unit's output, h = relu(z), once. It has the same values and gradients in
+the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,10 +36,10 @@ def gated(
     Parameters
     ----------
     mask : float ``[h]`` of 0 and 1, over the units of all groups.
-    tensors : in the place of the network's.
-    narrow : where the units of each layer enter one other, compute with smaller weights (units that are off are cut
-        out) instead of with zeros: the same values and gradients up to rounding; ``features`` has the units that are on
-        alone. Not for networks with BatchNorm, whose gate is behind it so that its statistics are the whole layer's.
+    tensors : replace the network's.
+    narrow : if the units of each layer enter one other, compute with smaller weights (units that are off are cut out)
+        instead of with zeros. Values and gradients are the same up to rounding; ``features`` has only units that are
+        on. Not for networks with BatchNorm: their gate is behind it so that its statistics are the whole layer's.
     outputs : multiply by m where the units' outputs enter the next layer, for the gradient in the mask of all units.
         Not with ``narrow``.
     """

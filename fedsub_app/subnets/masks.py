@@ -46,7 +46,7 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
     """Return FedPeWS-Fixed's masks, one a client: disjoint slices of every hidden layer, which cover it.
 
     In a layer of width w, client i owns ``[floor(w * (p_0 + .. + p_{i-1})), floor(w * (p_0 + .. + p_i)))``; ``shares``
-    p_i add up to 1 (Appendix C.4 tests 0.25 and 0.75), 0 is no units. :class:`UserError` where a client of another
+    p_i add up to 1 (Appendix C.4 tests 0.25 and 0.75), 0 is no units. :class:`UserError` if a client of a larger
     share would own no unit of a layer, so that its network would be dead.
     """
     num_clients = len(shares)
@@ -68,9 +68,9 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
 def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Generator) -> list[dict[str, Tensor]]:
     """Return IST's partition, one mask a client: every unit of every hidden layer in one mask at most, at random.
 
-    Each layer is dealt by a permutation of its own, from the CPU generator ``draws``; its parts are as equal as
-    possible. ``widths`` are the fractions of each layer, above 0, that the clients can hold: unless all are 1, each
-    client has one unit and a part of the others in proportion to its width, together no more than its width holds. A
+    Each layer is dealt by a permutation of its own, from the CPU generator ``draws``. ``widths`` are the fractions of
+    each layer, above 0, that the clients can hold. If all are 1, the parts are as equal as possible. Otherwise each
+    client has one unit and a share of the others in proportion to its width, together no more than its width holds. A
     mask of a layer with fewer units than clients may be empty.
     """
     dealt: list[dict[str, Tensor]] = [{} for _ in widths]

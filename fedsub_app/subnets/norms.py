@@ -74,8 +74,8 @@ class NormGuard(Generic[T]):
     ----------
     factor : multiple of the median, > 0.
     model : norm of the model that the updates started from, >= 0.
-    first : number of updates that are compared with each other before any is decided; inf: all of the round, and of an
-        even number the lower median counts, so that half of them do not decide it.
+    first : number of updates that are compared with each other before any is decided; inf: all of the round. Then the
+        lower median of an even number counts, so that half of the updates do not decide it.
     """
 
     def __init__(self, factor: float, model: float, first: float = FIRST) -> None:

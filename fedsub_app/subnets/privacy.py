@@ -21,8 +21,8 @@ class NoisyMean(MaskedMean):
     """``old + (sum_i (x_i - old) + N(0, deviation² I)) / clients``, of contributions without masks and of weight 1.
 
     The denominator is the number of clients that are asked, so that a client can change only its own term of the sum,
-    whose norm is clipped: one that does not answer counts as one that changes nothing. The noise is in the tensors that
-    the updates hold, the same for all; ``draws`` makes it tensor by tensor, without it :func:`secret_normal`.
+    whose norm is clipped: a client without a reply counts as one that changes nothing. Noise is added to the tensors
+    that all updates hold. ``draws`` generates it tensor by tensor; without ``draws`` :func:`secret_normal` does.
     """
 
     def __init__(self, old: Tensors, clients: int, deviation: float, draws: torch.Generator | None) -> None:
@@ -43,7 +43,7 @@ class NoisyMean(MaskedMean):
 
 
 def noisy(x: Tensors, old: Tensors, limit: float, deviation: float, draws: torch.Generator | None) -> Tensors:
-    """Return a client's tensors with their change from ``old`` clipped, and noise in every position, before they go.
+    """Return a client's tensors as it sends them: their change from ``old`` clipped, and noise in every position.
 
     ``limit`` > 0 is the L2 norm of the change of all tensors together; ``deviation`` and ``draws`` are
     :class:`NoisyMean`'s, of this client's share of the noise.
@@ -59,7 +59,7 @@ def _normal(shape: torch.Size, draws: torch.Generator | None) -> Tensor:
 def secret_normal(shape: torch.Size) -> Tensor:
     """Return standard normal numbers, float32, from the system's cryptographic source: nobody can draw them again.
 
-    The normal quantiles of uniform numbers of 52 bits, none of which is 0 or 1.
+    They are the normal quantiles of uniform numbers of 52 bits, none of which is 0 or 1.
     """
     count = shape.numel()
     if not count:
@@ -74,7 +74,7 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
     """Return epsilon at ``delta`` after ``rounds`` participations of one client, by Rényi differential privacy.
 
     Each participation is a Gaussian mechanism without amplification by sampling; ``noise_multiplier`` > 0 is its
-    standard deviation over the clipping norm of a client's term. The epsilon is an upper bound.
+    standard deviation divided by the clipping norm of a client's term. The epsilon is an upper bound.
     """
     from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

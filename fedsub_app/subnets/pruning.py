@@ -143,9 +143,10 @@ def mask_distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> fl
 
 
 def last_share(pruned: float, target: float, share: float, hybrid: bool) -> float:
-    """Return the share of an event: ``share``, or less where ``target`` is nearer.
+    """Return the share that an event prunes: ``share``, or less if ``target`` is nearer.
 
-    It is ``(target - pruned) / (1 - pruned)``, unstructured at most 0.05, hybrid less 0.05 above 0.16 (as published).
+    Then it is x = ``(target - pruned) / (1 - pruned)``: unstructured at most 0.05, hybrid x - 0.05 if x is above 0.16
+    (as published).
     """
     if target - pruned >= share:
         return share

@@ -2,12 +2,12 @@
 
 - Median and trimmed mean of each position: Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates, ICML 2018, https://arxiv.org/abs/1803.01498, Definitions 1 and 2. The median of an
-  even number of values is the mean of the two in the middle. The paper's are of gradients; here they are of models,
-  which is the same, because both move with a value that is added to all.
+  even number of values is the mean of the two in the middle. The paper takes them of gradients, this module of models.
+  Both are the same, because a value that is added to all inputs is added to the result.
 - Krum: Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient
   Descent, NeurIPS 2017, https://arxiv.org/abs/1703.02757, Section 4.
 
-All count every client once. With masks only the clients that cover a position have a value there, so that the values
+All rules count every client once. With masks only the clients that cover a position have a value there, so the values
 that are left out, and the size of a minority, differ from position to position. A slice counts at its own positions,
 tensor by tensor.
 """
@@ -41,7 +41,7 @@ def clipped(contribution: Contribution, old: Mapping[str, Tensor], distance: flo
 
 
 class RobustMean:
-    """A robust mean instead of the weighted one; it keeps all contributions until :meth:`result` is called.
+    """A robust mean that replaces the weighted one; it keeps all contributions until :meth:`result` is called.
 
     ``old``: tensor name -> float tensor of any shape. Not modified, and not copied. ``rule``: "median", "trimmed" or
     "krum". ``trim_fraction``: beta in [0, 0.5): of the c values of a position the floor(beta c) smallest and as many of
@@ -68,7 +68,7 @@ class RobustMean:
 
     @torch.no_grad()
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
-        """Return the robust mean, the old value where none covers; ``server_lr``: step from the old model to it."""
+        """Return the robust mean, old values where no client covers; ``server_lr``: step from the old model to it."""
         if self._rule == "krum":
             chosen = self._kept[krum([update.tensors for update in self._kept], self._byzantine)].tensors
             means = {name: chosen.get(name, old) for name, old in self._old.items()}
@@ -81,7 +81,7 @@ class RobustMean:
         return new
 
     def _left_out(self, count: int) -> int:
-        """Return the number of a position's values that are left out at either end; of a median one or two stay."""
+        """Return the number of a position's values that are left out at each end; a median keeps one or two."""
         trimmed = math.floor(self._trim_fraction * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
         return max(0, count - 1) // 2 if self._rule == "median" else trimmed
 
@@ -89,7 +89,7 @@ class RobustMean:
         """Return, for every position, the mean of the values that cover it without the smallest and the largest ones.
 
         The order of the values has no influence, and the result lies between the smallest and the largest value that is
-        not left out: sums are of float64. It is float32, and the old value at a position that no value covers.
+        not left out, because sums are in float64. The result is float32; a position that no value covers keeps the old.
         """
         old = self._old[name]
         held = [update.whole(name, old) for update in self._kept if name in update.tensors]

@@ -27,9 +27,9 @@ def grow(
 
     Parameters
     ----------
-    masks, moved : tensor name -> bool, 1: personal; and the distance that training moved each position, any sign.
+    masks, moved : tensor name -> bool, 1: personal; tensor name -> how far training moved each position, any sign.
     share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
-    limit : alpha in [0, 1]: no growth where the fraction of ones is not below it (``limit_included``: not above it).
+    limit : alpha in [0, 1]: a mask grows if its fraction of ones is below alpha (``limit_included``: at most alpha).
     choose : the positions that moved most, that moved least, or random ones, by the CPU ``generator`` (ablation).
     """
     result = {}

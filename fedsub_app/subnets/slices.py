@@ -17,7 +17,7 @@ ALL: Index = (None, None)
 def indices(groups: Sequence[UnitGroup], units: Mapping[str, Tensor]) -> dict[str, Index]:
     """Return the rows and columns of each tensor that belong to the units that are on; the other tensors are whole.
 
-    ``groups`` are the whole network's; ``units``: group name -> bool ``[group.size]``; a group that lacks is whole.
+    ``groups`` are the whole network's; ``units``: group name -> bool ``[group.size]``; a missing group is whole.
     """
     kept = {key: on.nonzero().flatten() for key, on in kept_positions(groups, units).items()}
     return {name: (kept.get((name, 0)), kept.get((name, 1))) for name, _ in kept}

@@ -70,7 +70,7 @@ def exchanged(weights: Tensors, slopes: Tensors, masks: Tensors, share: float) -
     """Exchange a share of each layer's weights: prune the smallest, grow where gradients are largest (RigL).
 
     ``slopes`` is the loss's gradient at all positions; ``masks``, bool, 1: kept. The share is of a layer's kept
-    weights, rounded down, but no more than it has pruned ones: a dense layer stays as it is. Returns the new masks,
+    weights, rounded down, and at most its number of pruned ones: a dense layer stays as it is. Returns the new masks,
     which keep as many weights as the old ones, and the positions that survived; a pruned one may grow again at once.
     """
     new, survived = {}, {}
@@ -85,8 +85,8 @@ def exchanged(weights: Tensors, slopes: Tensors, masks: Tensors, share: float) -
 def worth_their_time(squares: Tensors, staying: Tensors, constant: float, density: float) -> Tensors:
     """Return the weights that make the sum of squared gradients over time largest (PruneFL, Algorithm 2).
 
-    The time is 1 for each weight and ``constant`` times that of all. After the weights that are ``staying``, bool,
-    others follow in the order of their squares, >= 0, while these lie above the quotient so far, up to ``density``.
+    The time is 1 for each returned weight plus ``constant`` for each of all. After the ``staying`` ones (bool) others
+    follow in the order of their squares, >= 0, while these lie above the quotient so far, up to ``density``.
     """
     flat, must = (torch.cat([each[name].flatten() for name in squares]) for each in (squares, staying))
     rest, count = flat[~must].double().sort(descending=True).values, int(must.sum())

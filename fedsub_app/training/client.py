@@ -25,7 +25,7 @@ from fedsub_app.training.workplace import Split, Workplace
 Loss = Callable[[Output, Tensor], Tensor]  # (output, labels) -> scalar
 Correct = Callable[[Tensors], None]
 OWN = "own/"  # prefix of the client's own model in its state
-# Trains a client beside others (stacked.py); of one greenlet.
+# Trains a client beside others (stacked.py); each greenlet has its own.
 side_by_side: ContextVar[Callable[["Training", list[Tensor]], tuple[float, int]] | None]
 side_by_side = ContextVar("side_by_side", default=None)
 
@@ -38,7 +38,7 @@ class ClientTools:
     place, settings, options : the process's workplace, the run's settings and the method's own.
     id, round : client id from 0, round number from 1.
     lr : learning rate of the round.
-    network : the network, to be loaded before use: the whole one, or a narrower one after such tensors were loaded.
+    network : the network, whose tensors are loaded before use; it is narrower after narrower tensors were loaded.
     state : the client's durable tensors as of the last round; tensors that a method assigns are saved after training.
     previous : MOON's z_p, the model at the end of the last round, in the shapes of the network; {} in the first.
     metrics : finite numbers that the client reports, by name.
@@ -75,7 +75,7 @@ class ClientTools:
 
     @cached_property
     def x(self) -> Batch | LazySamples:
-        """Training samples, float32 [n, ...], on the device; several tensors, or tokens, of other data sets."""
+        """Training samples, float32 [n, ...], on the device; other data sets have several tensors, or tokens."""
         return self._training_samples[0]
 
     @cached_property
@@ -96,11 +96,11 @@ class ClientTools:
         return generator(self.settings.seed, self.round, self.id, purpose)
 
     def dropout(self, purpose: str) -> AbstractContextManager[None]:
-        """Let the network's dropout draw by this client and round."""
+        """Seed the network's dropout by this client, the round and ``purpose``."""
         return drawing(self.place.device, self.settings.seed, self.round, self.id, f"dropout {purpose}")
 
     def augmentation(self) -> torch.Generator | None:
-        """Return the generator of the next run's augmentation, ``None`` without any."""
+        """Return the generator of the next run's augmentation; ``None`` if nothing is augmented."""
         return None if self.settings.augment == "none" else self.generator(f"augmentation {next(self._runs)}")
 
     # --- models -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class ClientTools:
         return kept
 
     def completed(self, sent: Tensors) -> Tensors:
-        """Return a whole model: what is sent, the rest of the client's own one, what both lack of the initial one."""
+        """Return a whole model: the sent tensors, else the client's own ones, else the initial ones."""
         known = self.own | sent
         return known if known.keys() == self.network.tensors.keys() else self.initial() | known
 
@@ -158,10 +158,10 @@ class ClientTools:
         return Objective()
 
     def epochs(self, count: int | None = None, purpose: str = "batches") -> Iterator[list[Tensor]]:
-        """Yield the mini-batches, as indices, of one pass over the training samples after the other.
+        """Yield, for one pass over the training samples after the other, the list of its mini-batches, as indices.
 
-        ``count``: of passes; ``None`` for ``local-epochs``, or for ``local-steps``, which cut the last pass.
-        ``purpose``: of the generator that orders the samples; another one where a round trains twice.
+        ``count``: number of passes; ``None``: ``local-epochs``, or ``local-steps``, which cut the last pass.
+        ``purpose``: of the generator that orders the samples; a second training in a round needs another one.
         """
         settings = self.settings
         skip_single = bool(self.network.normalisations)
@@ -188,7 +188,7 @@ class ClientTools:
         return training
 
     def slopes(self, model: Mapping[str, Tensor], batch: Tensor) -> tuple[Tensor, Tensors]:
-        """Return the loss on a mini-batch (indices) and its gradient at other weights; others are the network's."""
+        """Return the loss on a mini-batch (indices) and its gradient at the weights ``model``, else the network's."""
         weights = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
         self.network.take_assigned()
         others = {name: tensor.detach().clone() for name, tensor in self.network.tensors.items() if name not in weights}
@@ -220,15 +220,15 @@ class Training:
     Parameters
     ----------
     client : the client whose network and data these are.
-    names : tensors that are trained, ``None`` for all. The others are frozen: no gradient of theirs is computed, and
-        the statistics of a frozen BatchNorm are used and stay.
-    lr : learning rate; default: the setting's of this round.
+    names : tensors that are trained, ``None`` for all. The others are frozen: their gradients are not computed, and a
+        frozen BatchNorm uses its running statistics and does not change them.
+    lr : learning rate; default: the round's.
     loss : ``(output, labels) -> scalar`` instead of the task's; the objective's term comes on top.
     step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; it counts its passes beyond ``descend``
         with :meth:`spend`.
-    shift : tensors of the shapes of trained ones, added to their gradients.
-    correct : changes the gradients, named tensors, in place, after the objective's term, before the optimizer's step.
-    keep : tensor name -> bool of its shape: the positions that are trained; a name that is lacking is trained whole.
+    shift : tensors by name, added to the gradients of the trained tensors.
+    correct : changes the gradients (named tensors) in place, after the objective's term, before the optimizer's step.
+    keep : tensor name -> bool of its shape: the positions that are trained; a missing tensor is trained whole.
     objective : instead of the setting's; ``Objective()`` for none.
     batch_statistics : BatchNorm on batch statistics everywhere (``True``) or nowhere (``False``), instead of where its
         weights are trained.
@@ -271,7 +271,7 @@ class Training:
         self.steps = self.samples = 0
 
     def run(self, batches: Iterable[Tensor], ahead: bool = True) -> None:
-        """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be taken at once."""
+        """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be drawn at once."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         draws = client.augmentation()
@@ -300,7 +300,7 @@ class Training:
         client.state |= self.objective.remember(self.network.tensors)
 
     def descend(self, x: Batch, y: Tensor, forward: Forward | None = None) -> Tensor:
-        """Make a step on a mini-batch; return the loss before it, detached; ``forward`` runs the network otherwise."""
+        """Make a step on a mini-batch; return the loss before it, detached. ``forward`` replaces the network's call."""
         if self.compiled and forward is None and len(y) == self.client.settings.batch_size:
             loss = self.network.compiled(self.client.place.problem.task.loss)(x, y)  # type: ignore[arg-type]
         else:
@@ -316,7 +316,7 @@ class Training:
             torch._foreach_add_([gradients[name] for name in self.shift], list(self.shift.values()))
         for name, factor in self.factors.items():
             gradients[name].mul_(factor)
-        own = {} if type(self.optimizer) is Optimizer else self.factors  # by weight decay it moves without a gradient
+        own = {} if type(self.optimizer) is Optimizer else self.factors  # weight decay moves one without a gradient
         before = {name: self.optimizer.parameters[name].detach().clone() for name in own}
         self.optimizer.step(gradients)
         for name, old in before.items():

@@ -41,10 +41,10 @@ class ClientState:
             raise UserError(f"{path}: {reason}; delete it to have the client start anew") from None
 
     def save(self, round_: int, tensors: Tensors, merged: int, checkpoints: Iterable[int]) -> None:
-        """Write the state of ``round_``, for :func:`flush_states`; delete the older ones that no task can name.
+        """Write the state of ``round_``, which :func:`flush_states` waits for; delete older ones that no task can name.
 
         ``merged``: round of the client's last merged reply, 0 for none; no state between it and ``round_`` was merged.
-        ``checkpoints``: of the server; a resume from one names the newest merged state up to it.
+        ``checkpoints``: the server's, by round; a resume from one names the newest merged state up to that round.
         """
         write_tensors(round_file(self.folder, round_), tensors, wait=False)
         _written.add(self.folder.parent)

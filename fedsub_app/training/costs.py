@@ -21,7 +21,7 @@ from fedsub_app.training.problem import Problem
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up FLOPs by torch's formulas; torch's FlopCounterMode imports torch._dynamo, longer than a short run."""
+    """Adds up FLOPs by torch's formulas; FlopCounterMode imports torch._dynamo, which takes longer than a short run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,8 +87,8 @@ def training_flops(problem: Problem, model: nn.Module, names: Collection[str] | 
 def published_flops(forward: float, contrastive: bool) -> float:
     """Return the FLOPs of a training step as the IST paper's tables count them, from those of the forward pass.
 
-    Hu et al. 2023: one a MAC, no backward pass, and MOON's two further forward passes (``contrastive``) as one.
-    Appendix B.2 says that the forward pass counts twice for the backward one, which the tables do not have: FedAvg's
+    Hu et al. 2023: one a MAC, no backward pass, and MOON's two further forward passes (``contrastive``) count as one.
+    Appendix B.2 says that the forward pass counts twice to include the backward one. The tables do not do so: FedAvg's
     GFLOPs and GB in Table 2 are 25 local steps apart, as many as it makes, and not 50.
     """
     return forward / 2 * (2 if contrastive else 1)
@@ -99,7 +99,7 @@ def subnet_flops(problem: Problem, model: nn.Module, groups: Sequence[UnitGroup]
 
     Executed with masks (as FedPeWS does) the full network costs :func:`training_flops`.
 
-    ``masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit at least, all without a mask.
+    ``masks``: name of one of ``groups`` -> bool ``[size]``; each layer keeps a unit or more, without a mask all.
     """
     widths = {name: max(1, int(mask.sum())) for name, mask in masks.items()}
     return training_flops(problem, narrowed(model, groups, widths))

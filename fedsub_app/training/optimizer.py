@@ -84,7 +84,7 @@ class OwnOptimizer(Optimizer):
         self, make: MakeOptimizer, settings: TrainingSettings, parameters: Mapping[str, Tensor], lr: float
     ) -> None:
         super().__init__(settings, parameters, lr)
-        self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's want one at least
+        self.own = make(list(self.parameters.values()), lr) if parameters else None  # torch's need at least one
         if parameters and not isinstance(self.own, torch.optim.Optimizer):
             what = f"returned a {type(self.own).__name__}, must be a torch.optim.Optimizer"
             raise UserError(f"optimizer= of client_app: {what}")

@@ -25,7 +25,7 @@ from fedsub_app.data.samples import pooled
 from fedsub_app.models.sources import answer, check_network, with_logits
 from fedsub_app.settings import Settings
 
-FIRST_SAMPLES = 32  # whose loss is tried before round 1
+FIRST_SAMPLES = 32  # training samples whose loss is computed as a check before round 1
 WHOLE = models.Trained()
 Model = Callable[[], nn.Module]  # a network's class, or a function that makes one
 
@@ -70,8 +70,8 @@ class Problem:
     ) -> "Problem":
         """Return the problem of a user's network and ``(train, test)``; ``task``: instead of the settings'.
 
-        ``traced``: layers and units are those of the network's graph. The server must see the same ones; in a Flower
-        app of one's own it does not know the shape of an input.
+        ``traced``: take layers and units from the network's graph. The server must see the same ones, but in a user's
+        own Flower app it does not know the shape of an input.
         """
         if settings.options.hidden_width(settings):
             raise UserError(f"{settings.section}.width: must be 0 with a network of your own, whose width is its own")
@@ -132,7 +132,7 @@ class Problem:
 
 
 def trained_part(settings: Settings) -> models.Trained:
-    """Return the part of the network that the settings have trained."""
+    """Return the trained part of the network, as the settings name it."""
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
     return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
@@ -158,8 +158,8 @@ def _of_width(model: nn.Module, width: float) -> nn.Module:
 def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
     """Return a function from a seed to a fresh network of a user's factory, on the CPU.
 
-    The global generators are left as they were. With ``in_shape`` the network has layers and units by its graph, but
-    for a Sequential that is read like those listed.
+    The global generators are left as they were. With ``in_shape`` layers and units come from the network's graph,
+    except for a Sequential that can be read like the listed networks.
     """
 
     wanted = "must be a class or a function that needs no argument; functools.partial(Net, …) makes one"

@@ -33,7 +33,7 @@ class Workplace:
     partition: Partition
     network: Network
     device: torch.device
-    first: Callable[[], Tensors] | None = None  # returns the initial global model that no seed gives
+    first: Callable[[], Tensors] | None = None  # returns the initial global model if no seed gives it
     optimizer: Callable[[Settings, Mapping[str, Tensor], float], Optimizer] = Optimizer  # of parameters and an lr
     train_x: AnySamples = field(init=False)
     train_y: Tensor = field(init=False)
@@ -109,8 +109,8 @@ def workplace(
 ) -> Workplace:
     """Load data, partition and model once per process, settings and run.
 
-    ``problem``: in the place of the named one; ``state``: the node's folder of the run, with the initial model;
-    ``run``: the run's id, for files that settings name may have changed since another run of theirs.
+    ``problem``: replaces the one that the settings name; ``state``: the node's folder of the run, with the initial
+    model; ``run``: the run's id, because files that the settings name may change between runs.
     """
     problem = problem or Problem.of(settings)
     partition = make_partition(problem.data, settings.partitioning)
