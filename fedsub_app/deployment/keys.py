@@ -11,6 +11,7 @@ users.pem                         ca.crt and the certificates of all users, whic
 ================================  =============================================================================
 """
 
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -71,8 +72,8 @@ def make_keys(
     def write(name: str, content: bytes, private: bool = True) -> None:
         path = folder / name
         path.unlink(missing_ok=True)
-        path.touch(0o600 if private else 0o644, exist_ok=False)  # before it holds anything
-        path.write_bytes(content)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "wb") as file:
+            file.write(content)
         written.append(path)
 
     def write_pair(pair: Pair, key_name: str, name: str) -> None:
@@ -86,13 +87,7 @@ def make_keys(
         authority = _issued(f"fedsub federation {secrets.token_hex(4)}", CA_DAYS, uses, authority=True)
         write_pair(authority, "ca.key", "ca.crt")
     if not _serves(folder / "server.pem", names) or not (folder / "server.key").exists():
-        authority_name = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes()).subject
-        signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
-        if not isinstance(signer, ec.EllipticCurvePrivateKey):
-            raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
-        use = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        server = _issued(named[-1][:64], days, use, names, by=(signer, authority_name))
-        write_pair(server, "server.key", "server.pem")
+        write_pair(_server(folder, named[-1], names, days), "server.key", "server.pem")
     for owner in ["superlink", *(f"node-{number}" for number in range(nodes))]:
         if not (folder / f"{owner}.secret").exists():
             write(f"{owner}.secret", secrets.token_bytes(32))
@@ -103,10 +98,7 @@ def make_keys(
             key = ec.generate_private_key(ec.SECP384R1())
             write(name, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         if new or not (folder / f"{name}.pub").exists():
-            private_key = _read(folder / name, lambda text: load_ssh_private_key(text, None))
-            assert private_key
-            public = private_key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-            write(f"{name}.pub", public + b"\n", private=False)
+            write(f"{name}.pub", _public(folder / name), private=False)
     for user in users:
         if not _serves(folder / f"user-{user}.pem"):
             # Signed by the key itself: the door lists it, and forgets it when told to.
@@ -128,6 +120,21 @@ def general_name(host: str) -> x509.GeneralName:
         if len(host) <= 253 and all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", x) for x in labels):
             return x509.DNSName(host)
     raise UserError(f"--host {host!r}: must be a name or an IP address") from None
+
+
+def _public(path: Path) -> bytes:
+    key = _read(path, lambda text: load_ssh_private_key(text, None))
+    assert key
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+
+
+def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: int) -> Pair:
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
+    use = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    return _issued(host[:64], days, use, names, by=(signer, authority.subject))
 
 
 def _issued(
@@ -158,8 +165,9 @@ def _serves(path: Path, names: x509.SubjectAlternativeName | None = None) -> boo
     certificate = _read(path, x509.load_pem_x509_certificate)
     if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
         return False
-    found = certificate.extensions
-    return names is None or {*names} <= {*found.get_extension_for_class(x509.SubjectAlternativeName).value}
+    if names is None:
+        return True
+    return set(names) <= set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
