@@ -412,11 +412,11 @@ def test_stopped_all_jobs_of_a_cluster_are_cancelled(tmp_path: Path, monkeypatch
             done=lambda: False, result=lambda: time.sleep(2), cancel=lambda check=True: cancelled.append(check)
         )
 
-    cluster = SimpleNamespace(update_parameters=lambda: None, submit=given)
+    cluster = SimpleNamespace(update_parameters=lambda **_: None, submit=given)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=lambda *_, **__: cluster))
     monkeypatch.setattr(batch.signal, "signal", lambda *_: None)
     start = time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt), batch.SlurmPool(2, (), tmp_path) as pool:
+    with contextlib.suppress(KeyboardInterrupt), batch.SlurmPool(2, ("timeout_min=5",), tmp_path) as pool:
         pool.submit(str)
         pool.submit(str)
         raise KeyboardInterrupt
@@ -451,16 +451,20 @@ def test_runs_go_on_without_the_reader_of_their_lines(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
-    [("cluster=nothing", "AutoExecutor doesn't know any"), ("partitoin=gpu", "Parameter 'partitoin' need")],
+    ("options", "said"),
+    [
+        ("cluster=nothing", " cluster=nothing: AutoExecutor doesn't know any"),
+        ("cluster=local partitoin=gpu", " cluster=local partitoin=gpu: Parameter 'partitoin' need"),
+        ("slurm_partition=gpu", ": timeout_min is missing, the minutes that a run may take"),
+    ],
 )
-def test_an_unknown_option_of_a_cluster_is_one_line(option: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_or_missing_option_of_a_cluster_is_one_line(options: str, said: str, tmp_path: Path) -> None:
     """In a process of its own: submitit, where it is imported, closes all handlers of logging, pytest's as well."""
     (tmp_path / "small.toml").write_text(TABLE)
-    arguments = (str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--slurm", "cluster=local")
-    done = fedsub(tmp_path, "reproduce", *arguments, "--slurm", option)
+    words = [word for each in options.split() for word in ("--slurm", each)]
+    done = fedsub(tmp_path, "reproduce", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), *words)
     assert done.code == 2, done.err
-    assert done.err.startswith(f"error: --slurm cluster=local {option}: {said}")
+    assert done.err.startswith(f"error: --slurm{said}")
 
 
 def test_unknown_names_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,8 +242,11 @@ class SlurmPool(ThreadPoolExecutor):
             raise UserError("--slurm: needs the package submitit; `pip install 'fedsub[slurm]'`") from None
         super().__init__(workers)
         keys: dict[str, Any] = parse_pairs(options)
+        cluster = keys.pop("cluster", "slurm")
+        if cluster == "slurm" and not keys.keys() & {"timeout_min", "slurm_time"}:
+            raise UserError("--slurm: timeout_min is missing, the minutes that a run may take (submitit has 5)")
         try:
-            self._cluster = submitit.AutoExecutor(folder, cluster=keys.pop("cluster", "slurm"))
+            self._cluster = submitit.AutoExecutor(folder, cluster=cluster)
             self._cluster.update_parameters(**keys)
         except (NameError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"--slurm {' '.join(options)}: {str(error).splitlines()[0]}") from None
