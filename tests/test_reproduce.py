@@ -424,6 +424,18 @@ def test_stopped_all_jobs_of_a_cluster_are_cancelled(tmp_path: Path, monkeypatch
     assert time.monotonic() - start < 1.5
 
 
+def spared(*_: Any) -> str:
+    return "spared" if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []) else "reached"
+
+
+def test_ctrl_c_does_not_reach_a_run_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first moment: a process that still imported printed a traceback of its own."""
+    monkeypatch.undo()  # a process of its own, as in use
+    monkeypatch.setattr(batch, "run_job", spared)
+    assert [said for _, said in batch.run_all([batch.Job("run", {}, tmp_path)], 1)] == ["spared"]
+    assert spared() == "reached"
+
+
 def test_ctrl_c_ends_a_table_at_once(tmp_path: Path) -> None:
     """Also where the parent alone gets it."""
     (tmp_path / "small.toml").write_text(TABLE)

@@ -113,7 +113,8 @@ def run_all(
         while True:
             for job in islice(waiting, workers - len(running)):
                 try:
-                    running[pool.submit(run_job, job.overrides, job.folder)] = job
+                    with contextlib.nullcontext() if slurm else _ctrl_c_later():  # submitit cancels jobs by SIGINT
+                        running[pool.submit(run_job, job.overrides, job.folder)] = job
                 except BrokenProcessPool:
                     failures.append((job, KILLED))
                     waiting = iter(())
@@ -143,6 +144,16 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         raise KeyboardInterrupt("the same command goes on") from None
 
 
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Hold Ctrl-C back, and for good from the processes that begin here: while they import it would be a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
     context = get_context("spawn")
     turns: SimpleQueue[str] = context.SimpleQueue()
@@ -153,7 +164,6 @@ def _processes(workers: int, gpus: Sequence[str]) -> ProcessPoolExecutor:
 
 def _begin(turns: "SimpleQueue[str] | None") -> None:
     """Prepare a process that runs jobs: it sees the GPU whose turn it is, and ends with its parent alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all
     if turns is not None:
         os.environ[VISIBLE] = turns.get()
     parent = parent_process()
