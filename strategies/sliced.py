@@ -20,7 +20,8 @@ from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import available
 from fedsub_app.models import UnitGroup
-from fedsub_app.subnets.slices import Index, indices, position, select, sliced_shape
+from fedsub_app.subnets.masks import expand
+from fedsub_app.subnets.slices import Index, indices, select, sliced_shape
 from strategies.base import Contribution, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
 from strategies.evaluation import evaluation_due
@@ -62,10 +63,8 @@ class Sliced(SubnetStrategy):
         return super().contribution(update)._replace(slices=self.slices_of(update.client))
 
     def known_positions(self, client: int) -> Tensors:
-        masks = {name: torch.zeros(self.current[name].shape, dtype=torch.bool) for name in self.slices_of(client)}
-        for name, index in self.slices_of(client).items():
-            masks[name][position(index)] = True
-        return masks
+        units = self.units_of(client)
+        return expand(self.units, units, {name: self.current[name].shape for name in indices(self.units, units)})
 
 
 class WidthBased(SubnetStrategy):
