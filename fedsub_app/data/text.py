@@ -77,12 +77,9 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
 
 def padded(tokens: Sequence[Sequence[int]], length: int, pad: int = PAD) -> tuple[Tensor, Tensor]:
     """Return each text's first tokens and their mask, 1 or 0, int64 [n, length]; an empty text's first is 1."""
-    ids, mask = torch.full((len(tokens), length), pad), torch.zeros(len(tokens), length, dtype=torch.int64)
-    for row, text in enumerate(tokens):
-        some = torch.tensor(text[:length], dtype=torch.int64)
-        ids[row, : len(some)] = some
-        mask[row, : max(len(some), 1)] = 1
-    return ids, mask
+    rows = [[*text[:length], *[pad] * (length - len(text))] for text in tokens]
+    sizes = torch.tensor([max(len(text), 1) for text in tokens])[:, None]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, length), (torch.arange(length) < sizes).long()
 
 
 def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,11 +88,9 @@ def next_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[Tensor, T
     The first two are int64 [n, length], the next ones -100 behind the end of a text; the numbers are int64 [n].
     """
     starts = [(number, k) for number, text in enumerate(tokens) for k in range(0, max(len(text) - 1, 0), length)]
-    x = torch.zeros(len(starts), length, dtype=torch.int64)
-    y = torch.full((len(starts), length), IGNORED)
-    for row, (number, k) in enumerate(starts):
-        some = torch.tensor(tokens[number][k : k + length + 1], dtype=torch.int64)
-        x[row, : len(some) - 1], y[row, : len(some) - 1] = some[:-1], some[1:]
+    samples = [tokens[number][k : k + length + 1] for number, k in starts]
+    x, _ = padded([sample[:-1] for sample in samples], length)
+    y, _ = padded([sample[1:] for sample in samples], length, IGNORED)
     return x, y, torch.tensor([number for number, _ in starts], dtype=torch.int64)
 
 
