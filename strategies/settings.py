@@ -47,7 +47,6 @@ class FedAdamSettings(FedAdagradSettings):
     """Keys of FedAdam and FedYogi."""
 
     beta1: Decay = 0.9
-    """Decay of the first moment m; 0: none."""
     beta2: Decay = 0.99
     """Decay of the second moment v."""
 
