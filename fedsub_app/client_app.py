@@ -37,8 +37,8 @@ class NodeApp(ClientApp):
     def prepare(self, message: Message, context: Context) -> None:
         """Load what a message's clients need before processes are forked: data, network and FLOPs are there once."""
         header, _ = wire.unpack(message.content)
-        if text := node.settings_text(header, context.node_config):
-            place = self.source(text, header, context)(0)
+        if settings := node.settings_of_run(header, context.node_config):
+            place = self.source(settings, header, context)(0)
             place.training_flops(place.network)
 
     def _roll_call(self, message: Message, context: Context) -> Message:

@@ -229,7 +229,7 @@ def test_a_node_with_another_base_stays_out(tmp_path: Path, monkeypatch: pytest.
     reason = f"model = 'fedpews-cnn': the frozen base has SHA-256 {here[:16]} here, 3f3f3f is the server's"
     assert node.roll_call(header | {"base": "3f3f3f"}, context, node.named)["error"] == reason
     with pytest.raises(UserError, match="the frozen base has SHA-256"):
-        node.named(federation.run_settings["settings"], header, context)  # a server without a base
+        node.named(settings, header, context)  # a server without a base
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

@@ -581,7 +581,8 @@ def test_a_node_reads_tables_of_its_own_folder_alone(table: Path, monkeypatch: p
     def read(folder: str, **more: str) -> Any:
         text = json.dumps(keys | more)
         header = {"code": code_digest(), "settings": text, "digest": text_digest(text), "run": "a"}
-        return node.named(text, header, Context(1, 2, {"data-dir": folder}, RecordDict(), {}))(0).problem.data
+        context = Context(1, 2, {"data-dir": folder}, RecordDict(), {})
+        return node.named(node.settings_from(text), header, context)(0).problem.data
 
     assert len(read(str(table)).train_y) == 24
     monkeypatch.setenv("FEDSUB_DATA", str(table / "folder"))

@@ -209,9 +209,9 @@ def test_a_node_does_not_run_a_file_that_its_bundle_lacks(tmp_path: Path, monkey
     experiment = tmp_path / "mine.toml"
     experiment.write_text(f"method = '{file}:Foo'\n")
     with pytest.raises(UserError, match=r"^method = .* a node runs code of the run's bundle or of known packages"):
-        settings_from(json.dumps({"method": f"{file}:Foo"}), "")
-    settings_from(json.dumps({"experiment": str(experiment)}), "")
+        settings_from(json.dumps({"method": f"{file}:Foo"}))
+    settings_from(json.dumps({"experiment": str(experiment)}))
     for key in ("no_such_module:Foo.x", f"{tmp_path}/mine:Foo.x"):
         with pytest.raises(UserError, match="unknown key"):
-            settings_from(json.dumps({key: 1}), "")
+            settings_from(json.dumps({key: 1}))
     assert not (tmp_path / "ran").exists()

@@ -687,11 +687,11 @@ def test_flowers_engines_run_code_of_the_bundle_alone(file: Path, key: str, monk
         with pytest.raises(UserError, match=f"^{key} = .* not in the run's bundle; `fedsub run --engine` puts FILE"):
             refuse_own_code(resolve({key: named}))
         with pytest.raises(UserError, match=f"^{key} = .* a node runs code of the run's bundle or of known packages"):
-            settings_from(json.dumps({key: named}), "")
+            settings_from(json.dumps({key: named}))
     bundled(text).parent.mkdir()
     file.rename(bundled(text))
     refuse_own_code(resolve({key: text}))
-    assert getattr(settings_from(json.dumps({key: text}), ""), key) == text
+    assert getattr(settings_from(json.dumps({key: text})), key) == text
     assert own_code.named_code(key, text)((1, 8, 8), 10).head.out_features == 10
 
 

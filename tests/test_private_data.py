@@ -158,7 +158,7 @@ def test_a_table_of_a_nodes_own_needs_named_columns() -> None:
     """All columns of a file are in the file's order: one node's weight would be another's age."""
     header = {"run": "a", "shape": [2], "classes": 2}
     with pytest.raises(UserError, match=r"^input = '': must name the columns with private-data = 'notes.csv': tables"):
-        node._private_place('{"private-examples": 9}', "notes.csv", header, Path())
+        node._private_place(node.settings_from('{"private-examples": 9}'), "notes.csv", header, Path())
 
 
 def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
@@ -167,7 +167,7 @@ def test_texts_of_a_nodes_own_need_the_servers_tokens() -> None:
     with pytest.raises(
         UserError, match=r"^tokenizer = 'words': differs between nodes; must be 'transformers:NAME' with"
     ):
-        node._private_place(text, "notes.csv", header, Path())
+        node._private_place(node.settings_from(text), "notes.csv", header, Path())
 
 
 BAG = """

@@ -225,7 +225,7 @@ def test_a_settings_file_of_a_stranger_is_one_line(text: str, said: str, tmp_pat
 @pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, '{"a":' * 5000 + "1" + "}" * 5000, "{", "[]"])
 def test_a_node_refuses_settings_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match=r"^settings"):
-        settings_from(text, "")
+        settings_from(text)
 
 
 def test_names_of_unknown_origin_reach_the_terminal_printable(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -23,7 +23,7 @@ from fedsub_app.data.partition import whole_set
 from fedsub_app.models import Network, head_names, layer_groups, other_base, ties
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.node import Places, settings_from
+from fedsub_app.runs.node import Places
 from fedsub_app.settings import Settings
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
 from fedsub_app.training.problem import Model, Problem, built, with_named_head
@@ -102,8 +102,8 @@ def client_app(
             raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
         return place
 
-    def source(text: str, header: Json, context: Context) -> Places:
-        settings, folder = settings_from(text, ""), state_folder(header, context.node_config)
+    def source(settings: Settings, header: Json, context: Context) -> Places:
+        folder = state_folder(header, context.node_config)
         config = {**context.node_config, "partition-id": 0, "num-partitions": 0}
         shape, base = tuple(header.get("in-shape", ())), str(header.get("base", ""))
         node = _Node(context, folder, shape, base, bool(header.get("as-defined")), tuple(sorted(config.items())))

@@ -49,7 +49,7 @@ from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 
 Places = Callable[[int], Workplace]  # client -> its workplace
-Source = Callable[[str, Json, Context], Places]  # the run's settings as JSON, a message's header, the node's context
+Source = Callable[[Settings, Json, Context], Places]  # the run's settings, a message's header, the node's context
 
 
 def sees_gpu() -> bool:
@@ -76,7 +76,7 @@ def roll_call(header: Json, context: Context, source: Source) -> Json:
         keep_settings(header, state_folder(header, config))
     if header.get("base") and not simulated():
         try:
-            source(header["settings"], header, context)
+            source(settings_from(header["settings"]), header, context)
         except UserError as error:
             return answer | {"error": str(error)}
     return answer | {"partition-id": partition, "num-partitions": count, "gpu": sees_gpu(), "versions": versions()}
@@ -104,10 +104,9 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
 def _content(
     header: Json, parts: Sequence[tuple[Json, Tensors]], stamp: Json, context: Context, source: Source
 ) -> RecordDict:
-    text = settings_text(header, context.node_config)
-    if not text:
+    folder, settings = state_folder(header, context.node_config), settings_of_run(header, context.node_config)
+    if not settings:
         return pack(UNKNOWN_SETTINGS | stamp, [])
-    folder, settings = state_folder(header, context.node_config), settings_from(text, "")
     tasks = [(task, sent) for task, sent in parts if INITIAL not in task]
     for _, sent in parts[len(tasks) :]:
         if not initial_file(folder).exists():
@@ -115,7 +114,7 @@ def _content(
     if header["phase"] == SECURE:
         updates = [_attempt(secure_answer, folder, header, task, sent) for task, sent in tasks]
         return pack(stamp, [update_part(update) for update in updates])
-    places = source(text, header, context)
+    places = source(settings, header, context)
     run = partial(_attempt, partial(_run, places, settings.num_clients), folder, header)
     given = tasks
     tasks = [(task, {name: x for name, x in sent.items() if not name.startswith(SECRET)}) for task, sent in given]
@@ -195,37 +194,36 @@ def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Upd
 # --- the workplace of a run's clients -------------------------------------------------------------------------------
 
 
-def settings_text(header: Json, config: Config) -> str:
-    """Return the settings of a message's run, as JSON; "" where this node lacks them."""
+def settings_of_run(header: Json, config: Config) -> Settings | None:
+    """Return the settings of a message's run; ``None`` where this node lacks them."""
     if header.get("code", code_digest()) != code_digest():
         raise UserError(_other_code(header["code"]))
     folder = state_folder(header, config)
     if "settings" in header:
         keep_settings(header, folder)
-    return kept_settings(folder, header["digest"])
+    text = kept_settings(folder, header["digest"])
+    return settings_from(text) if text else None
 
 
-def named(text: str, header: Json, context: Context, problem: Problem | None = None) -> Places:
+def named(settings: Settings, header: Json, context: Context, problem: Problem | None = None) -> Places:
     """Return the one workplace of all clients: of the data that the settings name, or of the node's private data.
 
     ``problem``: in the place of the named one; the run's partition shares out its samples to the clients.
     """
-    private = str(context.node_config.get("private-data", ""))
+    private, folder = (str(context.node_config.get(key, "")) for key in ("private-data", "data-dir"))
     state = state_folder(header, context.node_config)
-    if not problem and (_keys(text).get("private-examples", 0) or private):
-        place = _private_place(text, private, header, state)
+    if not problem and (settings.private_examples or private):
+        place = _private_place(settings, private, header, state)
     else:
-        data_dir = str(context.node_config.get("data-dir", ""))
-        place = workplace(_read_here(settings_from(text, data_dir), data_dir), problem, state, header.get("run", ""))
+        place = workplace(_read_here(settings, folder), problem, state, header.get("run", ""))
     if header.get("base", "") != place.base:
         other = other_base(place.base, header.get("base", ""))
         raise UserError(f"model = {place.settings.model!r}: {other} the server's")
     return lambda client: place
 
 
-def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace:
+def _private_place(settings: Settings, path: str, header: Json, state: Path) -> Workplace:
     """Return the workplace of a node's own data, which must be like the server's."""
-    settings = settings_from(text, "")
     if not path:
         setting = f"private-examples = {settings.private_examples}"
         raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file, image folder or table>")
@@ -239,7 +237,8 @@ def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace
         tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
         raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
     square = len(shape) == 3 and not texts and shape[1] == shape[2]
-    place = workplace(_private_settings(text, path, shape[1] if square else 0), state=state, run=header.get("run", ""))
+    own = _private_settings(settings, path, shape[1] if square else 0)
+    place = workplace(own, state=state, run=header.get("run", ""))
     data = place.problem.data
     for what, have, wanted in (
         ("classes", data.num_classes, header["classes"]),
@@ -252,17 +251,23 @@ def _private_place(text: str, path: str, header: Json, state: Path) -> Workplace
 
 
 @lru_cache(maxsize=4)
-def _private_settings(text: str, path: str, image_size: int) -> Settings:
-    """Return the settings of a message, with all samples of this node's data set instead of the run's."""
+def _private_settings(settings: Settings, path: str, image_size: int) -> Settings:
+    """Return a run's settings with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
     private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": "", "experiment": ""}
-    return resolve(_keys(text) | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
+    return resolve(settings.flat() | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
 @lru_cache(maxsize=4)
-def settings_from(text: str, data_dir: str) -> Settings:
-    """Return the settings of a message; a node's own ``data-dir`` (node config) replaces the run's."""
-    keys = _keys(text) | {"experiment": ""} | ({"data-dir": data_dir} if data_dir else {})  # a file names no more keys
+def settings_from(text: str) -> Settings:
+    """Return the settings of a message, which are JSON."""
+    try:
+        keys = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"settings: not valid JSON ({one_line(error)})") from None
+    if not isinstance(keys, dict):
+        raise UserError(f"settings = {shown(keys)}: must be an object")
+    keys["experiment"] = ""  # a file names no more keys
     for key, code in own_code(keys).items():
         # A server must not name code that this node is to run; that of the bundle is in the digest of all code.
         if not simulated() and not bundled(code).exists():
@@ -271,23 +276,17 @@ def settings_from(text: str, data_dir: str) -> Settings:
 
 
 def _read_here(settings: Settings, data_dir: str) -> Settings:
-    """Return the settings with a table as a file of a real node's own data folder: the server must not name others."""
+    """Return the settings with the node's own ``data-dir``, if it has one, and its table as a file of that folder.
+
+    The server must not name other files of a real node.
+    """
+    settings = settings.model_copy(update={"data_dir": data_dir}) if data_dir else settings
     kind, _, name = settings.dataset.partition(":")
     if simulated() or kind not in SOURCES:
         return settings
     if kind == "hf" or Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"dataset = {settings.dataset!r}: a node reads tables of its own data folder only")
     return settings.model_copy(update={"dataset": f"{kind}:{data_folder(data_dir) / name}"})
-
-
-def _keys(text: str) -> dict[str, Value]:
-    try:
-        keys = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"settings: not valid JSON ({one_line(error)})") from None
-    if not isinstance(keys, dict):
-        raise UserError(f"settings = {shown(keys)}: must be an object")
-    return keys
 
 
 def _other_code(theirs: str) -> str:
