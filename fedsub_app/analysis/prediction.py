@@ -21,7 +21,7 @@ from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.tables import unseen_rows
-from fedsub_app.models import adapters, base_digest, other_base, scale_of, tensors_of, tied_weights
+from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
 from fedsub_app.settings import Settings
@@ -42,8 +42,7 @@ def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, AnySam
     else:
         own = client_of(folder, client)
         network, x = own.network.module, problem.data.train_x.part(own.place.partition.train[client])
-    if (wanted := read_recorded(folder).get("base", "")) != (here := base_digest(network)):
-        raise UserError(f"model = {settings.model!r}: {other_base(here, wanted)} the run's")
+    check_base(settings.model, base_digest(network), read_recorded(folder).get("base", ""), "the run's")
     return network.cpu(), x, problem, settings
 
 

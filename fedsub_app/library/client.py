@@ -20,7 +20,7 @@ from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, 
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
-from fedsub_app.models import Network, head_names, layer_groups, other_base, ties
+from fedsub_app.models import Network, check_base, head_names, layer_groups, ties
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places
@@ -98,8 +98,7 @@ def client_app(
         partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
         place = Workplace(settings, problem, partition, networks[settings], device, initial, how)
-        if place.base != node.base:
-            raise UserError(f"model = {problem.name!r}: {other_base(place.base, node.base)} the server's")
+        check_base(problem.name, place.base, node.base, "the server's")
         return place
 
     def source(settings: Settings, header: Json, context: Context) -> Places:

@@ -92,9 +92,11 @@ def base_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def other_base(here: str, wanted: str) -> str:
-    """Return the words that two frozen bases differ, with their digests; the caller adds whose the second is."""
-    return f"the frozen base has SHA-256 {here[:16] or 'none'} here, {wanted[:16] or 'none'} is"
+def check_base(model: str, here: str, wanted: str, whose: str) -> None:
+    """Raise :class:`UserError` where the frozen base's digest is not the wanted one; ``whose``: ``"the server's"``."""
+    if here != wanted:
+        digests = f"{here[:16] or 'none'} here, {wanted[:16] or 'none'} is {whose}"
+        raise UserError(f"model = {model!r}: the frozen base has SHA-256 {digests}")
 
 
 def base_bytes(model: nn.Module) -> int:

@@ -27,7 +27,7 @@ from fedsub_app.common.own_code import code_file, state_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.models import other_base
+from fedsub_app.models import check_base
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
@@ -189,8 +189,7 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
             if then.get(key, digest) != digest:
                 was = f"{key} = {settings.flat()[key]!r}"
                 raise UserError(f"{was}: the file has changed since the run in {folder} began")
-        if recorded.get(BASE, "") != base:
-            raise UserError(f"model = {settings.model!r}: {other_base(base, recorded.get(BASE, ''))} the run's")
+        check_base(settings.model, base, recorded.get(BASE, ""), "the run's")
         if recorded.get(DATA, data) != data:
             raise UserError(f"dataset = {settings.dataset!r}: the samples have changed since the run in {folder} began")
         run = Run(folder, settings, recorded["run-id"])

@@ -34,7 +34,7 @@ from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
-from fedsub_app.models import other_base
+from fedsub_app.models import check_base
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.recorded import own_code
@@ -216,9 +216,7 @@ def named(settings: Settings, header: Json, context: Context, problem: Problem |
         place = _private_place(settings, private, header, state)
     else:
         place = workplace(_read_here(settings, folder), problem, state, header.get("run", ""))
-    if header.get("base", "") != place.base:
-        other = other_base(place.base, header.get("base", ""))
-        raise UserError(f"model = {place.settings.model!r}: {other} the server's")
+    check_base(place.settings.model, place.base, header.get("base", ""), "the server's")
     return lambda client: place
 
 
