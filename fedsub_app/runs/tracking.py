@@ -69,9 +69,8 @@ class MLflow:
         run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags, run_name=_name(folder))
         self._id, self.last = run.info.run_id, int(run.data.metrics.get(LAST, -1))
         self._client.update_run(self._id, status="RUNNING")
-        params = [] if earlier else list(settings.items())
-        for start in range(0, len(params), 100):  # MLflow's limit
-            self._mlflow.log_params(dict(params[start : start + 100]), run_id=self._id)
+        if not earlier:
+            self._mlflow.log_params(dict(settings), run_id=self._id)
 
     def log_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(numbers), step=server_round, run_id=self._id)
