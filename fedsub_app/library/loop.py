@@ -73,7 +73,8 @@ def start(
             initial_arrays = to_arrays(initial_model(run.folder))
         else:
             write_tensors(first, to_tensors(initial_arrays))
-        connected = strategy.connect(settings, initial_arrays, {"run": run.run_id, "state-dir": str(run.state_folder)})
+        header = {"run": run.run_id, "state-dir": str(run.folder / "clients")}
+        connected = strategy.connect(settings, initial_arrays, header)
 
         def measured(arrays: ArrayRecord) -> dict[str, float]:
             return _numbers((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})

@@ -67,10 +67,6 @@ class Run:
         self.at_close.close()
         self._lock.release()
 
-    @property
-    def state_folder(self) -> Path:
-        return self.folder / "clients"
-
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
         """Turn an error in writing a file of the run into :class:`RunFailed`, one line."""

@@ -112,7 +112,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     dataset, run = problem.data, open_run(settings, device, base, problem.data.digest)
     with described_failures(run, settings):
         run_settings = settings.flat() | {"experiment": "", "resume": False}
-        header: Json = {"run": run.run_id, "state-dir": str(run.state_folder)} | ({"base": base} if base else {})
+        header: Json = {"run": run.run_id, "state-dir": str(run.folder / "clients")} | ({"base": base} if base else {})
         if not partition:  # each node compares its own data with these
             header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
             header |= {"labels": dataset.labels} if dataset.labels else {}
