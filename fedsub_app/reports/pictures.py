@@ -195,11 +195,9 @@ def draw_against_bytes(groups: Sequence[Group], target: Path | None = None) -> s
 
 def svg_of_curves(title: str, lines: Sequence[Curve], axis: str, ylabel: str = "") -> str:
     """Return one picture of curves for an HTML page; ``ylabel``: instead of the score."""
-    from matplotlib.figure import Figure
-
     with as_text():
         # The layout is fixed, which takes a third of the time that a constrained one does.
-        drawing = Figure(figsize=(width := 4.2, height := 2.9))
+        drawing = figure(width := 4.2, height := 2.9, layout=None)
         letters = max(map(len, short_names(lines)))
         left, bottom, top, right = 0.54, 0.48, 0.08, 0.22 + 0.08 * letters  # inches
         box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
