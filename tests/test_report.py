@@ -130,8 +130,9 @@ def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None
 
 def test_device_seconds_are_a_cost_where_a_run_has_some() -> None:
     without, spent = (RunData(Path(), {}, [{"device seconds": seconds}]) for seconds in (0.0, 3.0))
-    assert costs_of([without]) == ["MB by formula", "GFLOPs", "seconds in rounds"]
-    assert costs_of([without, spent]) == [*costs_of([without]), "device seconds"]
+    one, both = Group("a", (without,)), Group("b", (without, spent))
+    assert costs_of([one]) == ["MB by formula", "GFLOPs", "seconds in rounds"]
+    assert costs_of([one, both]) == [*costs_of([one]), "device seconds"]
 
 
 def test_runs_of_two_tasks_are_judged_by_their_own_score() -> None:

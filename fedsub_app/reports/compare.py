@@ -46,7 +46,7 @@ def _amount(values: Sequence[float]) -> Cell:
 def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     """Return the results and costs of some groups: the header, and rows."""
     records = [record for group in groups for record in group.records]
-    scores, several = kinds_of(records), len({group.section for group in groups}) > 1
+    scores, several = kinds_of(groups), len({group.section for group in groups}) > 1
     spent = {key for record in records for line in record.lines for key in OF_DEVICES if line.get(key)}
     totals = {name: (key, unit) for name, (key, unit) in TOTALS.items() if key not in OF_DEVICES or key in spent}
     alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
@@ -79,7 +79,7 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
         [next((line["served"] for line in reversed(record.lines) if "served" in line), {}) for record in group.records]
         for group in groups
     ]
-    score_of = kinds_of(record for group in groups for record in group.records)
+    score_of = kinds_of(groups)
     every = ((key, name) for of in last for served in of for key in served for name in served[key])
     places = {(key, name): score_of.get(key, Score()) for key, name in every}
     rows = []
@@ -91,7 +91,7 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
 
 def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list[str]]:
     """Return the threshold and its costs of each group, by section and seed; "" where ``key`` is not measured."""
-    score = kinds_of(record for group in groups for record in group.records).get(key, Score())
+    score = kinds_of(groups).get(key, Score())
     found: list[list[tuple[float, Cost]]] = [[] for _ in groups]
     runs = [(k, group.section, record) for k, group in enumerate(groups) for record in group.records]
     for place in dict.fromkeys((section, record.settings["seed"]) for _, section, record in runs):
@@ -108,14 +108,13 @@ def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list
 
 def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
     """Return what 90 % of the best run's score has cost: the header, and rows; ``None`` for less than two of them."""
-    records = [record for group in groups for record in group.records]
-    timed, several = OPTIONAL in costs_of(records), len({group.section for group in groups}) > 1
+    timed, several = OPTIONAL in costs_of(groups), len({group.section for group in groups}) > 1
     rows = []
-    for key in kinds_of(records):
+    for key in kinds_of(groups):
         for group, texts in zip(groups, costs_of_groups(groups, key, timed), strict=True):
             label = f"{group.section}: {group.label}" if several else group.label
             rows += [(label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
-    score = records[0].score
+    score = groups[0].records[0].score
     return ([score.titled("threshold"), score.name, *columns(score, timed)], rows) if len(rows) > 1 else None
 
 
@@ -152,7 +151,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     if len(groups) < 2 or len({group.section for group in groups}) > 1:
         return []
     sentences = []
-    for key, kind in kinds_of(record for group in groups for record in group.records).items():
+    for key, kind in kinds_of(groups).items():
         scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
         spent = {
             group.label: [fmean(group.cost(cost)) for cost in ("MB by formula", "GFLOPs")]

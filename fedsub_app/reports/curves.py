@@ -3,7 +3,7 @@
 import json
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,12 +103,6 @@ def as_argument(key: str, value: Value) -> str:
     return json.dumps(value)
 
 
-def costs_of(records: Iterable[RunData]) -> list[str]:
-    """Return the costs that any of some runs has (``COSTS``)."""
-    spent = any(record.lines[-1].get(OPTIONAL) for record in records if record.lines)
-    return [cost for cost in COSTS if cost != OPTIONAL or spent]
-
-
 @dataclass(frozen=True)
 class Group:
     """Runs that differ in their seed alone, under one label; different sections are not drawn into one picture."""
@@ -163,34 +157,41 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def kinds_of(records: Iterable[RunData]) -> dict[str, Score]:
-    """Return the scores that any of some runs has measured, by the key of the line."""
-    every = list(records)
-    measured = {key for record in every for line in record.lines for key in line}
-    return {key: record.score for record in every for key in record.score.keys if key in measured}
+def costs_of(groups: Sequence[Group]) -> list[str]:
+    """Return the costs that any run of some groups has (``COSTS``)."""
+    spent = any(line.get(OPTIONAL) for group in groups for record in group.records for line in record.lines[-1:])
+    return [cost for cost in COSTS if cost != OPTIONAL or spent]
 
 
-def losses_of(records: Iterable[RunData]) -> dict[str, Score]:
-    """Return the losses that any of some runs has measured, by the key of the line."""
-    measured = {key for record in records for line in record.lines for key in line if line[key] is not None}
+def kinds_of(groups: Sequence[Group]) -> dict[str, Score]:
+    """Return the scores that any run of some groups has measured, by the key of the line."""
+    records = [record for group in groups for record in group.records]
+    measured = {key for record in records for line in record.lines for key in line}
+    return {key: record.score for record in records for key in record.score.keys if key in measured}
+
+
+def losses_of(groups: Sequence[Group]) -> dict[str, Score]:
+    """Return the losses that any run of some groups has measured, by the key of the line."""
+    lines = [line for group in groups for record in group.records for line in record.lines]
+    measured = {key for line in lines for key in line if line[key] is not None}
     return {key: LOSS for key in (*(f"{kind}-loss" for kind in KINDS), "train-loss") if key in measured}
 
 
-def curves(groups: Sequence[Group], kinds: Callable[[Iterable[RunData]], dict[str, Score]] = kinds_of) -> Curves:
+def curves(groups: Sequence[Group], kinds: Callable[[Sequence[Group]], dict[str, Score]] = kinds_of) -> Curves:
     """Return what is drawn of some groups: the title of a row of pictures -> its curves.
 
     A row is a score of all groups of a section, a curve a group; where there is one group alone, its scores
     are the curves of one row. ``kinds``: :func:`losses_of` for the losses instead.
     """
     if len(groups) == 1:
-        scores = kinds(groups[0].records)
+        scores = kinds(groups)
         found = [curve(groups[0], key, kind_of(key), k, score) for k, (key, score) in enumerate(scores.items())]
         return {next(iter(scores.values())).name: [line for line in found if line]} if any(found) else {}
     rows: dict[str, list[Curve]] = {}
     several = len({group.section for group in groups}) > 1
     for section in dict.fromkeys(group.section for group in groups):
         numbered = [(number, group) for number, group in enumerate(groups) if group.section == section]
-        for key, score in kinds([record for _, group in numbered for record in group.records]).items():
+        for key, score in kinds([group for _, group in numbered]).items():
             title = f"{kind_of(key)} {score.name}" + f", {section}" * several
             lines = (curve(group, key, group.label, number, score) for number, group in numbered)
             rows[title] = [line for line in lines if line]

@@ -68,7 +68,7 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     records = [record for group in groups for record in group.records]
     rows, score = curves(groups), groups[0].records[0].score
     return {
-        "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(records)},
+        "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(groups)},
         "styles": [(pictures.colour(k), pictures.dashes(k)) for k in range(max(len(groups), len(KINDS)))],
         "one": len(groups) == 1,
         "summary": summary_table(groups),
@@ -110,8 +110,7 @@ def _row(title: str, lines: Sequence[Curve], axes: Sequence[str]) -> dict[str, A
 def _clients(groups: Sequence[Group]) -> list[str]:
     """Return a picture for each score: the clients of all seeds from the worst to the best."""
     drawn = []
-    every = kinds_of(record for group in groups for record in group.records)
-    for key, score in ((key, score) for key, score in every.items() if kind_of(key) != "global"):
+    for key, score in ((key, score) for key, score in kinds_of(groups).items() if kind_of(key) != "global"):
         lines = {}
         for number, group in enumerate(groups):
             values = sorted(

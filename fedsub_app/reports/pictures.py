@@ -119,7 +119,7 @@ def limits_of(lines: Sequence[Curve]) -> tuple[float, float]:
 
 def axes_of(groups: Sequence[Group]) -> list[str]:
     """Return what the curves of some groups are drawn against: rounds and, of several groups, the costs."""
-    return ["round", *(costs_of(record for group in groups for record in group.records) if len(groups) > 1 else ())]
+    return ["round", *(costs_of(groups) if len(groups) > 1 else ())]
 
 
 def write_picture(drawing: "Figure", target: Path) -> Path:
