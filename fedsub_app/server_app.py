@@ -11,7 +11,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.late import uncollected
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.own_code import bundled
-from fedsub_app.deployment.engines import log_to_stdout, run_and_report
+from fedsub_app.deployment.engines import log_lines, run_and_report
 from fedsub_app.deployment.ray_pool import mend
 from fedsub_app.runs.recorded import RunFailed, own_code, settings_of
 from fedsub_app.settings import Settings
@@ -27,7 +27,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     keep_freed_memory()
-    log_to_stdout()
+    log_lines()
     try:
         settings = settings_of(grid.run.override_config)
         refuse_own_code(settings)

@@ -16,7 +16,7 @@ from PIL import Image
 from fedsub_app.common import progress
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import DataSettings, load_dataset
-from fedsub_app.deployment.engines import log_to_stdout
+from fedsub_app.deployment.engines import log_lines
 from fedsub_app.studies import batch
 from fedsub_app.studies.batch import BatchProgress, Job
 
@@ -24,7 +24,7 @@ RunLocal = Callable[..., tuple[Json, Path]]
 
 
 def test_a_round_is_a_line(run_local: RunLocal, capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_stdout()
+    log_lines()
     run_local(num_rounds=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines if line.startswith("round")] == ["round 1/2", "round 2/2"]
@@ -39,7 +39,7 @@ def test_a_run_goes_on_without_the_reader_of_its_lines(
     os.close(reader)
     with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as nobody:  # when it is closed
         monkeypatch.setattr(sys, "stdout", nobody)
-        log_to_stdout()
+        log_lines()
         summary, folder = run_local(num_rounds=2)
     assert summary["rounds"] == 2
     assert (folder / "model.safetensors").exists()
@@ -55,7 +55,7 @@ def test_reading_and_features_are_shown_now_and_then(
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (40 * number,) * 3).save(file)
     settings = DataSettings(dataset="pets", features=kind)
-    log_to_stdout()
+    log_lines()
     with monkeypatch.context() as patch:
         patch.setattr(progress, "LINE_SECONDS", 0.0)
         load_dataset(settings)

@@ -20,7 +20,7 @@ from fedsub_app.runs.config import as_toml, describe, resolve
 from fedsub_app.data import dataset_names
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.models import model_names
-from fedsub_app.deployment.engines import log_to_stdout
+from fedsub_app.deployment.engines import log_lines
 from fedsub_app.reports import pictures
 from fedsub_app.runs.recorded import settings_of
 from fedsub_app.studies import tables

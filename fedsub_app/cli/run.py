@@ -55,11 +55,11 @@ def run(
             return 0
         if engine != "local":
             return flower.run(engine, overrides)
-        from fedsub_app.deployment.engines import log_to_stdout, run_local
+        from fedsub_app.deployment.engines import log_lines, run_local
 
         gc.freeze()
         gc.enable()
-        log_to_stdout()
+        log_lines()
         run_local(overrides, workers)
         return 0
     except RunFailed as error:

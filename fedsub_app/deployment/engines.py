@@ -122,8 +122,8 @@ class _Lines(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def log_to_stdout() -> None:
-    """Log plain lines to the current stdout, which Flower replaces to stream it."""
-    log.handlers[:] = [_Lines(sys.stdout)]
+def log_lines(file: Path | None = None) -> None:
+    """Log plain lines to a file, else to the current stdout, which Flower replaces to stream it."""
+    log.handlers[:] = [logging.FileHandler(file) if file else _Lines(sys.stdout)]
     log.setLevel(logging.INFO)
     log.propagate = False

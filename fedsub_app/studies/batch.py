@@ -178,15 +178,13 @@ def _begin(turns: "SimpleQueue[str] | None") -> None:
 
 def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
     """Run or continue one run in this process; returns why it failed, or nothing."""
-    from fedsub_app.deployment.engines import run_local
+    from fedsub_app.deployment.engines import log_lines, run_local
 
     log = logging.getLogger("fedsub")
     keys = dict(overrides)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        log.handlers[:] = [logging.FileHandler(folder.parent / f"{folder.name}.log")]
-        log.setLevel(logging.INFO)
-        log.propagate = False
+        log_lines(folder.parent / f"{folder.name}.log")
         # A longer run is begun anew: an extended one was evaluated at its first end, between two due rounds.
         if Job(folder.name, overrides, folder).begun():
             keys["resume"] = True
