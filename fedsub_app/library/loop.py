@@ -67,7 +67,7 @@ def start(
     strategy.build(settings, initial_arrays)  # errors are raised before anything is written
     run = open_run(settings)
     run.continuation = f"fedsub.start(…, run_dir={str(run.folder)!r}, resume=True)"
-    with described_failures(run, settings):
+    with described_failures(run):
         first = initial_file(run.folder)
         if first.exists():
             initial_arrays = to_arrays(initial_model(run.folder))

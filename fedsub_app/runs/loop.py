@@ -110,7 +110,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
     problem, partition, strategy = prepare(settings, problem)
     base = base_digest(strategy.model)
     dataset, run = problem.data, open_run(settings, device, base, problem.data.digest)
-    with described_failures(run, settings):
+    with described_failures(run):
         run_settings = settings.flat() | {"experiment": "", "resume": False}
         header: Json = {"run": run.run_id, "state-dir": str(run.folder / "clients")} | ({"base": base} if base else {})
         if not partition:  # each node compares its own data with these
@@ -139,7 +139,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
 
 
 @contextmanager
-def described_failures(run: Run, settings: Settings) -> Iterator[None]:
+def described_failures(run: Run) -> Iterator[None]:
     """Close the run at the end; an interruption and a failure of the machine say how the run is resumed."""
     try:
         yield
@@ -147,7 +147,7 @@ def described_failures(run: Run, settings: Settings) -> Iterator[None]:
         raise KeyboardInterrupt(f"`{run.continuation}` goes on") from None
     except Exception as error:
         if failure := machine_failure(error):
-            stacked = " or stack-clients = false" if settings.stack_clients else ""
+            stacked = " or stack-clients = false" if run.settings.stack_clients else ""
             less = f"; fewer --workers or message-clients take less, in a new run a smaller batch-size{stacked}"
             how = less if "out of memory" in failure else ""
             raise RunFailed(f"{failure}{how}; `{run.continuation}` goes on", run.folder) from error
