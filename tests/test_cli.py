@@ -218,6 +218,29 @@ def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatc
     assert 'resume=true run-dir="one" num-rounds=2' in started[-1]
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of the last of Flower's commands, which are all refused."""
+    asked: list[str] = []
+
+    def refuse(*words: str) -> None:
+        asked[:] = words
+        raise UserError("no SuperLink")
+
+    monkeypatch.setattr(flower, "ask", refuse)
+    return asked
+
+
+def test_a_resumed_run_keeps_its_data_folder(desk: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine's nodes too, whatever $FEDSUB_DATA is now."""
+    assert cli.main(["run", "my.toml", "num-rounds=1", "run-dir=one", f"data-dir={desk}"]) == 0
+    for name in ("FEDSUB_DATA", "FLWR_HOME"):
+        monkeypatch.setenv(name, str(desk / "other"))
+    with pytest.raises(UserError, match="no SuperLink"):
+        flower.run(flower.CONNECTION, {"resume": True, "run-dir": "one"})
+    assert f'data-dir="{desk}"' in asked[-1]
+
+
 def test_wrong_files_are_named(desk: Path) -> None:
     (desk / "circle.toml").write_text('extends = "circle.toml"\n')
     (desk / "odd.toml").write_text("num-round = 3\n")

@@ -219,7 +219,7 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     overrides = settings.flat() | {"experiment": ""} if is_file(str(overrides.get("experiment"))) else dict(overrides)
     if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
-        if data := overrides.get("data-dir") or os.environ.get("FEDSUB_DATA"):
+        if data := settings.data_dir or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         if settings.start_from:
             overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
