@@ -1,5 +1,6 @@
 """What a newcomer types: the README's own commands, files of one's own, plans, completion, versions; and Python."""
 
+import json
 import re
 import shlex
 import shutil
@@ -239,6 +240,16 @@ def test_a_resumed_run_keeps_its_data_folder(desk: Path, asked: list[str], monke
     with pytest.raises(UserError, match="no SuperLink"):
         flower.run(flower.CONNECTION, {"resume": True, "run-dir": "one"})
     assert f'data-dir="{desk}"' in asked[-1]
+
+
+@pytest.mark.parametrize("more", [{}, {"experiment": "my.toml"}])
+def test_devices_of_a_file_go_with_the_run(more: dict[str, Any], desk: Path, asked: list[str]) -> None:
+    """Flower is given the file's content: neither the SuperLink nor a node has the file."""
+    (desk / "wards.toml").write_text('class = [{name = "ward", share = 1.0, up-mbps = 2.0}]\n')
+    with pytest.raises(UserError, match="no SuperLink"):
+        flower.run("mine", more | {"devices": "wards.toml"})
+    devices = parse_config_args([asked[-1]])["devices"]
+    assert json.loads(str(devices)) == [{"name": "ward", "share": 1.0, "up-mbps": 2.0}]
 
 
 def test_wrong_files_are_named(desk: Path) -> None:

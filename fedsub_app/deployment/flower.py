@@ -227,8 +227,9 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         overrides["run-dir"] = str(Path(settings.run_dir or new_folder(settings)).expanduser().resolve())
     if connection in (CONNECTION, CLUSTER):  # a real node reads tables of its own data folder
         overrides |= local_paths(settings)
-    # Strings, numbers and booleans are written alike in TOML and JSON.
-    keys = " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items())
+    if "devices" in overrides:
+        overrides["devices"] = settings.devices  # the content of a file, which no other machine has
+    keys = " ".join(f"{key}={_toml(value)}" for key, value in overrides.items())
     with bundle(settings) as project:
         try:
             answer = ask("run", str(project), connection, *(["-c", keys] if keys else []))
@@ -248,6 +249,13 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
         print(f"failed: {_ended(connection, run_id, status, overrides)}{why}", file=sys.stderr)
         return 1
     return 0
+
+
+def _toml(value: "Value") -> str:
+    """Return a value as Flower reads it: numbers, booleans and plain strings are written alike in TOML and JSON."""
+    if isinstance(value, str) and '"' in value and "'" not in value:  # Flower knows no escaped quotes
+        return f"'{value}'"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def local_paths(settings: "Settings") -> "dict[str, Value]":
