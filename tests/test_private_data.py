@@ -105,6 +105,15 @@ def test_both_sides_must_want_it(run_local: RunLocal, tmp_path: Path) -> None:
     assert dropped(folder) == {0: f"node failed: private-data = '{good}': not used in a run with private-examples = 0"}
 
 
+def test_a_refusal_stands_in_the_nodes_own_log(
+    run_local: RunLocal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node, "simulated", lambda: False)
+    paths = [images(tmp_path / "a.npz", 40), tmp_path / "gone.npz"]
+    run_local(grid=lambda _, keys: Private(keys, paths), **KEYS | {"evaluate": "global", "num_rounds": 1})
+    assert f"no answer to the server: private-data = '{paths[1]}': not there" in caplog.text
+
+
 def test_a_node_is_one_client(run_local: RunLocal, tmp_path: Path) -> None:
     good = images(tmp_path / "a.npz", 40)
     said = "^node 2: num-partitions = 1: must be num-clients = 2 where each node has private data$"

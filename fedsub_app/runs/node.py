@@ -5,6 +5,7 @@ Data and network come from a :data:`Source`: those that the settings name (:func
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ from fedsub_app.training.problem import Problem
 from fedsub_app.training.stacked import together
 from fedsub_app.training.workplace import Workplace, workplace
 
+log = logging.getLogger("fedsub")
 Places = Callable[[int], Workplace]  # client -> its workplace
 Source = Callable[[Settings, Json, Context], Places]  # the run's settings, a message's header, the node's context
 
@@ -93,7 +95,7 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
         flush_states()
         return content
     except UserError as error:
-        return pack(stamp | {"error": str(error)}, [])
+        return pack(stamp | {"error": _logged(str(error))}, [])
     except Exception as error:
         failure = machine_failure(error) if simulated() else ""
         if not failure:
@@ -174,8 +176,15 @@ def _attempt(work: Callable[..., Update], folder: Path, header: Json, task: Json
     except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         if simulated() and (failure := machine_failure(error)):
             raise MachineFailed(f"client {task['client']}: {failure}") from error
-        reason = printable(f"{type(error).__name__}: {error}")
+        reason = _logged(printable(f"{type(error).__name__}: {error}"))
         return Update(task["client"], error=reason, lost=isinstance(error, StateGone))
+
+
+def _logged(reason: str) -> str:
+    """Return the reason why the server gets no answer; it stands in a real node's own log too."""
+    if not simulated():
+        log.warning("no answer to the server: %s", reason)
+    return reason
 
 
 def _tested(place: Workplace, tasks: Sequence[tuple[Json, Tensors]]) -> list[Update]:
