@@ -77,6 +77,7 @@ def test_what_is_right_passes(superlink: str, keys: Path) -> None:
         ("--key KEYS/ca.crt", "--key KEYS/ca.crt: must be a private key as `ssh-keygen -q -t ecdsa -b 384"),
         ("--data KEYS/none", "--data KEYS/none: not there, or not readable by this user"),
         ("--data KEYS/ca.crt", "--data KEYS/ca.crt: must be a folder; --private-data takes a file of this node alone"),
+        ("--private-data KEYS/ca.crt", "private-data = 'KEYS/ca.crt': not there, or not an .npz file, an image folder"),
         ("--superlink https://a:1", "--superlink https://a:1: must be host:port, without https://"),
         ("--superlink localhost:CLOSED", "--superlink localhost:CLOSED: cannot be reached (ConnectionRefusedError"),
         (f"--superlink {'a' * 99}:1", f"--superlink {'a' * 99}:1: cannot be reached (UnicodeError"),

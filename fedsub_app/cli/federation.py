@@ -98,7 +98,7 @@ def node(
     ca: Annotated[Path | None, Option(metavar="FILE", help="the federation's ca.crt")] = None,
     data: Annotated[Path | None, Option(metavar="DIR", help="folder of data sets (default: $FEDSUB_DATA)")] = None,
     private_data: Annotated[
-        Path | None, Option(metavar="PATH", help="the node's own data, an .npz file or image folder")
+        Path | None, Option(metavar="PATH", help="the node's own data: an .npz file, image folder or table")
     ] = None,
     state: Annotated[
         Path | None,

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.data.names import private_name
 from fedsub_app.deployment import commands, flower, processes
 
 UNIT = Path("/etc/systemd/system/fedsub-node.service")
@@ -64,6 +65,8 @@ class Node:
                 raise UserError(f"{option} {path}: not there, or not readable by this user")
         if self.data and not self.data.is_dir():
             raise UserError(f"--data {self.data}: must be a folder; --private-data takes a file of this node alone")
+        if self.private:
+            private_name(self.private)
         check_superlink(self.superlink, self.ca)
 
     @property
