@@ -440,6 +440,7 @@ def test_decoded_images_are_kept_until_the_file_changes(
     write_tar(archive, image_files())
     load("pets")
     (cached,) = (tmp_path / "cache").iterdir()
+    assert not (cached.stat().st_mode | cached.parent.stat().st_mode) & 0o077, "they may be a node's private images"
 
     def decode(*_: object) -> None:
         raise AssertionError("decoded again")

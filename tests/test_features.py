@@ -87,6 +87,7 @@ def test_features_are_those_of_torchvisions_networks(
     )
     assert found
     files = sorted((tmp_path / "cache/features").glob("*/*/*.safetensors"))
+    assert not (tmp_path / "cache").stat().st_mode & 0o077
     assert len(files) == 2  # training images, test images
     with safe_open(files[0], "pt") as file:
         assert file.metadata()["dataset"] == "own"

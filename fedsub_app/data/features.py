@@ -151,6 +151,7 @@ def extracted(name: str, pictures: Pictures, random_crops: bool, features: Featu
     known = _read(kept, cached)
     if not known[pictures.index].all():
         try:
+            cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
             kept.mkdir(parents=True, exist_ok=True)
             with FileLock(kept / ".lock"):
                 known = _read(kept, cached)  # another process may have extracted them meanwhile

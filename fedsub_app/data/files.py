@@ -129,6 +129,7 @@ def read_files(
     encoded = _archived(path) if listed is None else ((parts, file.read_bytes()) for parts, file in listed)
     arrays = _stack(path, encoded, len(listed or ()), settings.image_size, classes)
     try:
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the images may be private ones of a node
         write_atomic(cached, lambda file: np.savez(file, allow_pickle=False, **arrays))
     except OSError as error:
         raise unwritable(cached, error) from error
