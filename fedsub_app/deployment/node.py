@@ -30,7 +30,7 @@ CONNECT_S = 10.0
 REASONS = {
     302: "--key: not the private key of a node",
     305: "the SuperLink refuses the key: `flwr supernode register NODE.pub federation` on the server registers it; "
-    "after a crash it is refused for up to 60 s",
+    "it is also refused while another node has it, and for up to 60 s after a crash",
     606: "the server runs another version of Flower",
 }
 
