@@ -37,6 +37,8 @@ def main(grid: Grid, context: Context) -> None:
         run_and_report(grid, settings)
     except (UserError, RunFailed) as error:
         log.error("%s: %s", "failed" if isinstance(error, RunFailed) else "error", error)
+        if Path(sys.argv[0]).name.startswith("flwr-"):  # a process of this run alone
+            sys.tracebacklimit = 0  # Flower logs what is raised
         raise  # Flower marks the run as failed
 
 

@@ -188,6 +188,7 @@ def test_a_run_that_fails_says_so_and_changes_no_tracked_file(flower: dict[str, 
     done = run_flower(flower, "--engine", "local-simulation", *keys)
     assert done.returncode != 0
     assert "dataset = 'nowhere': no such name" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     assert re.search(r"^failed: run \d+ is finished:failed", done.stderr, re.MULTILINE)
     assert ((PROJECT / "pyproject.toml").read_bytes(), tracked()) == before
     assert not (tmp_path / "run").exists()
