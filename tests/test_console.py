@@ -40,6 +40,8 @@ def test_a_rounds_line() -> None:
     )
     said = printed(status="abandoned", abandoned="why", back_to_round=3, dropped=late[:3], lost_state=[1, 2])
     assert said.endswith(f"why, back to that of round 3  {dropped}  lost state: clients 1, 2")
+    unevaluated = dropped.replace("dropped", "unevaluated")
+    assert printed(not_evaluated=late).endswith(f"{sent}  {unevaluated}  and 1 more unevaluated")
 
 
 def test_a_summary() -> None:

@@ -62,12 +62,13 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
     if "abandoned" in measured:
         words.append(f"measurement ABANDONED: {measured['abandoned']}, the merged model stays")
     words += _dropped(measured.get("dropped", ()), "measurement dropped")
+    words += _dropped(line.get("not-evaluated", ()), "unevaluated")
     words += [f"{key.replace('-', ' ')}: clients {', '.join(map(str, line[key]))}" for key in NAMED if line.get(key)]
     return "  ".join(words)
 
 
 def _dropped(drops: Sequence[Json], what: str = "dropped") -> list[str]:
-    more = [f"and {len(drops) - 3} more dropped"] if len(drops) > 3 else []
+    more = [f"and {len(drops) - 3} more {what.split()[-1]}"] if len(drops) > 3 else []
     return [f"{what} client {drop['client']}: {drop['reason']}" for drop in drops[:3]] + more
 
 
