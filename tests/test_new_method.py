@@ -62,6 +62,13 @@ def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["FedEight", "LotteryFL", "FedAdaptive"])  # one line, an indented one, one an argument
+def test_a_long_name_is_registered_as_the_formatter_would(project: Path, name: str) -> None:
+    new_method(name, project)
+    done = in_copy(project, "ruff", "format", "--check", "fedsub_app/runs/methods.py", "tests/helpers.py")
+    assert done.returncode == 0, done.stdout
+
+
 def test_names_that_are_none(tmp_path: Path) -> None:
     for name in ("Fed Foo", "Fed_Foo", "", "../x", "1st"):
         with pytest.raises(UserError, match=r"must be lower-case letters and digits, in words joined by '-'"):

@@ -52,8 +52,11 @@ def new_method(spelled: str, project: Path) -> list[Path]:
     for path in texts:
         if (project / path).exists():
             raise UserError(f"{project / path}: there already")
-    places = ", ".join(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))
-    line = f'    "{name}": Method("authors and year", {places}),\n'
+    given = ['"authors and year"', *(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))]
+    row = ", ".join(given)
+    forms = row, f"\n        {row}\n    ", "".join(f"\n        {argument}," for argument in given) + "\n    "
+    lines = [f'    "{name}": Method({form}),\n' for form in forms]  # as the formatter breaks them
+    line = next((line for line in lines if max(map(len, line.split("\n"))) <= 120), lines[-1])
     # The register's last line, and the first one of the tests' keys of each method.
     register = "fedsub_app/runs/methods.py"
     texts[register] = _with(project / register, r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
