@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from helpers import METHOD_KEYS, forget
 from safetensors.torch import load_file
@@ -484,6 +484,16 @@ def test_a_strategy_can_be_started_again() -> None:
     strategy, first = fedsub.Scaffold(clients_per_node=4), arrays()
     once, again = (to_tensors(strategy.start(grid(), first, 2).arrays) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_settings_of_flowers_start_are_refused() -> None:
+    """``lr`` in it replaced the strategy's, and other keys did nothing."""
+    strategy, config = fedsub.FedAvg(lr=0.05), ConfigRecord({"lr": 0.1})
+    said = "train_config = {'lr': 0.1}: must be empty: the settings are keywords of the strategy, such as lr and "
+    with pytest.raises(fedsub.UserError, match=f"^{said}"):
+        strategy.start(grid(4), arrays(), 1, train_config=config)
+    with pytest.raises(fedsub.UserError, match=f"^evaluate_config{said[12:]}"):
+        strategy.start(grid(4), arrays(), 1, 60.0, ConfigRecord(), config)
 
 
 def test_layers_need_a_model() -> None:

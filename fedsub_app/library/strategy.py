@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
@@ -117,6 +117,11 @@ class LibraryStrategy(Strategy):
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
         """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand."""
+        given = dict(zip(("timeout", "train_config", "evaluate_config"), more, strict=False)) | named
+        for name in ("train_config", "evaluate_config"):
+            if config := given.get(name):
+                allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
+                raise UserError(f"{name} = {shown(dict(config))}: {allowed}")
         self.num_rounds = num_rounds
         return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
