@@ -39,8 +39,9 @@ from fedsub_app.training.client import Training
 from fedsub_app.training.local import evaluate, evaluation_batches
 from fedsub_app.training.objectives import Moon, Objective
 from fedsub_app.training.workplace import workplace
-from strategies.base import SubnetStrategy
+from strategies.base import Merged, SubnetStrategy
 from strategies.ist import IST
+from strategies.memory import flattened
 
 Run = Callable[..., tuple[Json, Path]]
 Shared = Callable[..., Path]
@@ -87,8 +88,8 @@ def play(strategy: SubnetStrategy, client: Callable[[int, int, Tensors], Client]
 
 
 @pytest.mark.parametrize("method", METHOD_KEYS)
-def test_a_strategy_that_is_asked_does_not_change(method: str) -> None:
-    """Tasks, specs and contributions twice: the same answers, and the state is as it was."""
+def test_a_strategy_that_is_asked_does_not_change(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks, specs, contributions and outcomes twice: the same answers, and the state is as it was."""
     strategy, client = made(method)
     updates = play(strategy, client, rounds=2)
     before = {name: tensor.clone() for name, tensor in strategy.state().items()}
@@ -103,6 +104,12 @@ def test_a_strategy_that_is_asked_does_not_change(method: str) -> None:
         assert same(dict(once.masks or {}), dict(again.masks or {}))
         assert once.weight == again.weight
         assert same(strategy.personal_download(update.client), strategy.personal_download(update.client))
+    outcomes: list[Merged] = []
+    monkeypatch.setattr(strategy, "commit", lambda merged, _: outcomes.append(merged))  # the round is abandoned
+    for _ in range(2):
+        merge_round(strategy, updates)
+    assert same(outcomes[0].model, outcomes[1].model)
+    assert same(flattened(outcomes[0].state), flattened(outcomes[1].state))
     assert same(strategy.state(), before)
     assert same(strategy.current, model)
 
