@@ -1,6 +1,7 @@
 """The masked mean, against exact arithmetic in Python and by its invariants."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
@@ -269,6 +270,7 @@ def part(rows, size):
 @pytest.mark.parametrize(
     ("update", "said"),
     [
+        (Contribution({"w": torch.zeros(2)}, weight=math.nan), "update has weight nan"),  # would keep the old value
         (Contribution({"v": torch.zeros(2)}), "tensor v that the old model lacks"),
         (Contribution({"w": torch.zeros(1)}), r"tensor w has shape \(1,\), the old one \(2,\)"),  # would broadcast
         (Contribution({"w": torch.zeros(2)}, {"w": torch.ones(2)}), "mask w has dtype torch.float32"),

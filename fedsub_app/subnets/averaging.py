@@ -1,5 +1,6 @@
 """The server's mean of the clients' tensors, with or without masks: FedAvg, FedPeWS, FedPart, Sub-FedAvg, FedSelect."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -187,10 +188,12 @@ class _Term(NamedTuple):
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
     """Raise ValueError where an update does not fit the old model.
 
-    Faults: an unknown name, another shape, a mask that is not bool or has a slice beside it, rows or columns that
-    ``old`` lacks or that do not ascend.
+    Faults: a weight that is not finite, an unknown name, another shape, a mask that is not bool or has a slice beside
+    it, rows or columns that ``old`` lacks or that do not ascend.
     """
     masks, slices = update.masks or {}, update.slices or {}
+    if not math.isfinite(update.weight):
+        raise ValueError(f"update has weight {update.weight}; allowed: finite numbers")
     for name, x in update.tensors.items():
         if name not in old:
             raise ValueError(f"update has a tensor {name} that the old model lacks")
