@@ -5,7 +5,12 @@ for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit`
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
+from torch import Tensor
+
+from fedsub_app.common.errors import shown
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
@@ -46,15 +51,19 @@ class Client(ClientTools):
             answer = (self.measure if measuring else self.train)(sent, config)
             return self.trained_update(answer, time.perf_counter() - start)
 
-    def trained_update(self, answer: Tensors, seconds: float) -> Update:
+    def trained_update(self, answer: Any, seconds: float) -> Update:
         """Return the update that holds ``answer``, with the costs of its training."""
+        # Here the failure is this client's alone; later the reply that it shares with others could not be packed.
+        if not isinstance(answer, Mapping) or not all(isinstance(x, Tensor) for x in answer.values()):
+            raise TypeError(f"{type(self).__name__} answers {shown(answer)}: must be tensors by name")
+        self.metrics |= {name: float(x) for name, x in self.metrics.items() if type(x) not in (int, float)}
         seconds -= self.waited
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
         self.metrics["compute-seconds"] = float(f"{seconds:.4g}")
         examples = len(self.place.partition.train[self.id])
-        return Update(self.id, answer, self.metrics, examples, state=(0, self.round if self.state else 0))
+        return Update(self.id, dict(answer), self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
         """Return the ``wanted`` scores on the client's test and validation samples, and its own model's ``flops``."""

@@ -232,3 +232,23 @@ def test_a_client_that_exits_is_dropped_like_one_that_raises(run_local: Run, mon
     monkeypatch.setattr(Client, "train", leave)
     _, folder = run_local()
     assert read_rounds(folder)[1]["dropped"] == [{"client": 1, "reason": "client failed: SystemExit: 3"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(None, "None"), ({"w": 1.0}, r"{'w': 1.0}"), (torch.ones(1), r"tensor([1.])")]
+)
+def test_an_answer_that_is_no_tensors_is_its_clients_failure_alone(
+    answer: Any, said: str, run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients share a reply. A metric may be a tensor of one number."""
+    train = Client.train
+
+    def instead(self: Client, sent: Tensors, config: Json) -> Any:
+        trained = train(self, sent, config)
+        self.metrics["train-loss"] = torch.tensor(self.metrics["train-loss"])  # type: ignore[assignment]
+        return answer if self.id == 1 else trained
+
+    monkeypatch.setattr(Client, "train", instead)
+    _, folder = run_local(num_rounds=1)
+    reason = f"client failed: TypeError: Client answers {said}: must be tensors by name"
+    assert read_rounds(folder)[1]["dropped"] == [{"client": 1, "reason": reason}]
