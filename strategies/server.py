@@ -87,6 +87,8 @@ class Server:
         self.good: Tensors = {}  # with robust, the best model so far (strategies/harm.py)
         self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
+        if unset := [name for name in self.remembers if not hasattr(self, name)]:  # a resume could not restore it
+            raise AttributeError(f"{type(self).__name__}.setup does not set {unset[0]!r}, which it remembers")
 
     def setup(self) -> None:
         """Set the method's own attributes; :class:`UserError` for settings that the network rules out."""
@@ -200,6 +202,10 @@ class Server:
         """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
         if unknown := merged.state.keys() - {*self.remembers}:
             raise ValueError(f"{type(self).__name__}.merge returned {sorted(unknown)}, which it does not remember")
+        old, new = ({name: (x.dtype, *x.shape) for name, x in of.items()} for of in (self.current, merged.model))
+        if wrong := [name for name in old | new if old.get(name) != new.get(name)]:
+            what = f"{wrong[0]!r} as {new.get(wrong[0])}, in the model it is {old.get(wrong[0])}"
+            raise ValueError(f"{type(self).__name__}.merge returned {what}")
         self.current = merged.model
         vars(self).update(merged.state)
         self.state_rounds[[update.client for update in updates if update.state[1] == self.round]] = self.round

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from client_apps.personal import LocalClient
 from fedsub_app.common.errors import UserError
@@ -66,6 +67,24 @@ def test_what_a_method_does_not_remember_is_not_committed() -> None:
         made.commit(Merged({"w": torch.zeros(3)}, {"variate": {}}), [update(0, (0, 2))])
     assert made.current["w"].tolist() == [1, 1, 1]
     assert made.state_rounds.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("w", [torch.zeros(3, dtype=torch.float64), torch.zeros(1), None])
+def test_a_model_of_another_form_is_not_committed(w: Tensor | None) -> None:
+    """All clients would be dropped in the next round."""
+    made = strategy()
+    said = r"^SubnetStrategy\.merge returned 'w' as .*, in the model it is \(torch.float32, 3\)$"
+    with pytest.raises(ValueError, match=said):
+        made.commit(Merged({} if w is None else {"w": w}), [])
+    assert made.current["w"].tolist() == [1, 1, 1]
+
+
+def test_what_a_method_remembers_is_set_by_its_setup() -> None:
+    class Forgetful(SubnetStrategy):
+        remembers = ("variate",)
+
+    with pytest.raises(AttributeError, match=r"^Forgetful\.setup does not set 'variate', which it remembers$"):
+        Forgetful(resolve({}), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("count", "reason"), [(2, ""), (1, "fewer than min-replies = 2 valid replies")])

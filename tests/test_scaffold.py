@@ -71,7 +71,8 @@ class TwoSteps(ScaffoldClient):
 
 
 def three(*values: float) -> Tensors:
-    return {"weight": torch.tensor([values[:2]]), "bias": torch.tensor(values[2:])}
+    numbers = torch.tensor(values, dtype=torch.float32)
+    return {"weight": numbers[None, :2], "bias": numbers[2:]}
 
 
 def test_three_numbers_by_hand() -> None:
