@@ -375,6 +375,15 @@ def test_the_flops_that_a_client_counts_are_those_that_torch_executes(
         merge_round(strategy, [update], asked=[0])
 
 
+def test_a_tensor_that_there_is_not_cannot_be_trained() -> None:
+    """Nothing would be trained, without a message."""
+    _, client = made("fedavg")
+    worker = client(0, 1, {})
+    worker.load(worker.initial())
+    with pytest.raises(ValueError, match=r"^no tensor 'head\.weight' to train in the network$"):
+        worker.fit(["head.weight"])
+
+
 def test_a_training_that_goes_on_counts_its_samples_once() -> None:
     strategy, client = made("fedavg")
     worker = client(0, 1, {})

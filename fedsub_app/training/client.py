@@ -256,6 +256,8 @@ class Training:
         self.client = client
         self.network = client.network
         self.names = None if names is None else frozenset(names)
+        if unknown := sorted((self.names or frozenset()) - self.network.tensors.keys()):
+            raise ValueError(f"no tensor {unknown[0]!r} to train in the network")
         trained = {n: p for n, p in self.network.parameters.items() if self.names is None or n in self.names}
         self.optimizer = client.place.optimizer(client.settings, trained, client.lr if lr is None else lr)
         self.loss, self.step, self.correct = loss or client.loss, step or Training.descend, correct
