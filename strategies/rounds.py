@@ -169,6 +169,8 @@ def merge_answers(
     if merged is None:
         phase.report |= {"abandoned": reason}
         return None, MetricRecord(dict(metrics))
+    if taken := sorted(merged.report.keys() & phase.report.keys()):
+        raise ValueError(f"{type(strategy).__name__}.merge reports {taken[0]!r}, which the round's line has of its own")
     phase.report |= merged.report
     strategy.commit(merged, updates)
     if bounds:

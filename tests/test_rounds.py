@@ -79,6 +79,15 @@ def test_a_model_of_another_form_is_not_committed(w: Tensor | None) -> None:
     assert made.current["w"].tolist() == [1, 1, 1]
 
 
+def test_what_a_method_reports_replaces_nothing(
+    run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Merging.result
+    monkeypatch.setattr(Merging, "result", lambda self: replace(result(self), report={"train-loss": -5.0}))
+    with pytest.raises(ValueError, match=r"^SubnetStrategy\.merge reports 'train-loss', which the round's line has of"):
+        run_local(num_rounds=1)
+
+
 def test_what_a_method_remembers_is_set_by_its_setup() -> None:
     class Forgetful(SubnetStrategy):
         remembers = ("variate",)
