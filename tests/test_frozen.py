@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.errors import UserError
@@ -295,6 +296,16 @@ def test_the_weights_under_adapters_of_a_method_that_moves_them() -> None:
         tensors_of(other)["embed.base_layer.weight"].data_ptr()
         != tensors_of(model)["embed.base_layer.weight"].data_ptr()
     )
+
+
+def test_an_adapter_is_a_change_of_its_layers_weight() -> None:
+    """peft's convolutions have no dilation and pad with zeros, and it takes names as ends of names: "0" as "5.0"."""
+    pytest.importorskip("peft")
+    convs = [nn.Conv2d(2, 2, 3, padding="same", **how) for how in ({}, {"padding_mode": "circular"}, {"dilation": 2})]
+    grouped, standardised = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), type("Own", (nn.Conv2d,), {"forward": ...})
+    layers = [*convs, weight_norm(nn.Conv2d(2, 2, 1)), standardised(2, 2, 1), grouped, nn.Flatten()]
+    model = freeze(nn.Sequential(*layers, nn.Sequential(nn.Linear(8, 3))), Trained("lora", rank=2), "net")
+    assert list(tensors_of(model)) == ["0.lora_A.default.weight", "0.lora_B.default.weight", "7.0.weight", "7.0.bias"]
 
 
 def test_targets_that_are_not_there() -> None:

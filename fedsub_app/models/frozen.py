@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.models.groups import adapters, executed
@@ -158,10 +159,11 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
     ends = tuple(f".{target}" for target in trained.targets) or ("",)
     targets = [path for path in layers if f".{path}".endswith(ends)]
     if not targets:
-        have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no layer but its head"
+        have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no such layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **how), model)
+    whole = "|".join(map(re.escape, targets))  # peft would take a list as ends of names
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole, **how), model)
     for module in model.modules():  # in evaluation torch's fast path reads the weights under adapters itself
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -170,9 +172,17 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
 
 
 def _fits(module: nn.Module) -> bool:
-    """Say whether a layer can have an adapter: attention of torch reads the weights of its ``out_proj`` itself."""
+    """Say whether a layer can have an adapter that is a change of its weight.
+
+    Attention of torch reads the weights of its ``out_proj`` itself. An adapter's convolutions have no dilation and pad
+    with zeros. Parametrized layers compute their weight, and so do convolutions with code of their own, which
+    standardise it. Only timm's ``Conv2dSame`` just pads.
+    """
+    if is_parametrized(module):
+        return False
     if isinstance(module, nn.Conv2d):
-        return module.groups == 1
+        plain = type(module).forward is nn.Conv2d.forward or type(module).__name__ == "Conv2dSame"
+        return plain and module.groups == max(module.dilation) == 1 and module.padding_mode == "zeros"
     return isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear"
 
 
