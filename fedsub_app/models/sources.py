@@ -130,7 +130,7 @@ def _torchvision(model: str, name: str, in_shape: Shape, num_classes: int, optio
     net = for_channels(get_model(name, weights=None, **given), channels)
     published = weights and getattr(get_model_weights(name), weights, None)
     state = published.get_state_dict(progress=False) if published else _read(weights) if weights else None
-    return with_weights(net, state) if state else net
+    return net if state is None else with_weights(net, state)
 
 
 def for_channels(net: nn.Module, channels: int) -> nn.Module:
