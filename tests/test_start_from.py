@@ -159,6 +159,15 @@ def test_files_that_are_none_are_one_line(tmp_path: Path) -> None:
             prepare(resolve({"method": "fedavg", "start-from": str(tmp_path / name)}))
 
 
+def test_a_run_over_another_base_is_no_start(run_local: Run) -> None:
+    """The base is of the seed here; with pretrained weights it may be of another file."""
+    keys: dict[str, Any] = {"model": "fedpews-cnn", "trainable": "head", "train_per_class": 4, "num_rounds": 1}
+    _, first = run_local("first", **keys)
+    run_local("second", **keys, start_from=str(first))
+    with pytest.raises(UserError, match=r"^start-from = '.*first': the frozen base has SHA-256 .* is the run's"):
+        run_local("third", **keys, start_from=str(first), seed=1)
+
+
 def test_a_run_whose_start_has_changed_is_not_resumed(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     save_file(tensors, file)

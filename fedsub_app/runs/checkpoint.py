@@ -11,7 +11,8 @@ from torch import nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.models import load_tensors, tensors_of
+from fedsub_app.models import base_digest, load_tensors, other_base, tensors_of
+from fedsub_app.runs.recorded import read_recorded
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Problem
 
@@ -84,14 +85,16 @@ def start_file(settings: Settings) -> Path:
 def started(problem: Problem, settings: Settings) -> Problem:
     """Return the problem with the initial global model that ``start-from`` names.
 
-    UserError: the file is not there or damaged, or its tensors are not those of the network.
+    UserError: the file is not there or damaged, its tensors are not those of the network, or its run has another base.
     """
     said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
+    named = Path(str(settings.start_from)).expanduser()
     try:
-        given = load_file(path) if path == Path(str(settings.start_from)).expanduser() else _model(path)
+        given = load_file(path) if path == named else _model(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{said} {one_line(error)}") from None
-    own = tensors_of(problem.network())
+    network = problem.network()
+    own = tensors_of(network)
     given = {name: x for name, x in given.items() if name in own or x.is_floating_point()}  # without BatchNorm's counts
     for name in [*own, *given]:
         have, need = (f"{of[name].dtype} {tuple(of[name].shape)}" if name in of else "none" for of in (given, own))
@@ -99,6 +102,8 @@ def started(problem: Problem, settings: Settings) -> Problem:
             raise UserError(f"{said} tensor {name!r} is {have}, must be {need} with model = {settings.model!r}")
         if not bool(given[name].isfinite().all()):
             raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
+    if path != named and (here := base_digest(network)) and (wanted := read_recorded(named).get("base", "")) != here:
+        raise UserError(f"{said} {other_base(here, wanted)} the run's")
     begun = copy(problem)  # with the frozen base, which the process has once
     object.__setattr__(begun, "start", {name: given[name] for name in own})
     return begun
