@@ -164,7 +164,7 @@ def test_a_run_over_another_base_is_no_start(run_local: Run) -> None:
     keys: dict[str, Any] = {"model": "fedpews-cnn", "trainable": "head", "train_per_class": 4, "num_rounds": 1}
     _, first = run_local("first", **keys)
     run_local("second", **keys, start_from=str(first))
-    with pytest.raises(UserError, match=r"^start-from = '.*first': the frozen base has SHA-256 .* is the run's"):
+    with pytest.raises(UserError, match=r"^model = .*: the frozen base .* is that of start-from = '.*first'$"):
         run_local("third", **keys, start_from=str(first), seed=1)
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -115,15 +115,26 @@ class LibraryStrategy(Strategy):
         self._round: tuple[ConfigRecord, Grid] | None = None
         self._folder: TemporaryDirectory[str] | None = None
 
-    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
-        """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand."""
-        given = dict(zip(("timeout", "train_config", "evaluate_config"), more, strict=False)) | named
-        for name in ("train_config", "evaluate_config"):
-            if config := given.get(name):
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand.
+
+        UserError: a config has keys; the settings of clients are keywords of the strategy.
+        """
+        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+            if config:
                 allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
                 raise UserError(f"{name} = {shown(dict(config))}: {allowed}")
         self.num_rounds = num_rounds
-        return super().start(grid, initial_arrays, num_rounds, *more, **named)
+        return super().start(grid, initial_arrays, num_rounds, timeout, evaluate_fn=evaluate_fn)
 
     def call_roll(self, grid: Grid) -> dict[str, Value]:
         """Wait for the nodes; return the keys of a run with all clients of these nodes."""

@@ -11,7 +11,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.tensor_files import read_tensors, round_files, write_tensors
 from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
-from fedsub_app.models import base_digest, load_tensors, other_base, tensors_of
+from fedsub_app.models import base_digest, check_base, load_tensors, tensors_of
 from fedsub_app.runs.recorded import read_recorded
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Problem
@@ -102,8 +102,8 @@ def started(problem: Problem, settings: Settings) -> Problem:
             raise UserError(f"{said} tensor {name!r} is {have}, must be {need} with model = {settings.model!r}")
         if not bool(given[name].isfinite().all()):
             raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
-    if path != named and (here := base_digest(network)) and (wanted := read_recorded(named).get("base", "")) != here:
-        raise UserError(f"{said} {other_base(here, wanted)} the run's")
+    if path != named and (base := base_digest(network)):
+        check_base(settings.model, base, read_recorded(named).get("base", ""), f"that of {said[:-1]}")
     begun = copy(problem)  # with the frozen base, which the process has once
     object.__setattr__(begun, "start", {name: given[name] for name in own})
     return begun
