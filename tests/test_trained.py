@@ -117,6 +117,30 @@ def test_a_clients_own_model_and_what_has_no_adapter(
     assert main(["export", str(run), "--adapter", "x", "--client", "2"]) == 2
 
 
+NET = """
+from torch import nn
+
+
+def Net(in_shape, num_classes):
+    grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    return nn.Sequential(nn.Conv2d(in_shape[0], 2, 3), grouped, nn.Linear(8, num_classes))
+"""
+
+
+def test_peft_adapts_the_runs_layers_alone(run_local: Run, tmp_path: Path) -> None:
+    """Of a list it would adapt all layers whose names end so: "0" is not "1.0"."""
+    peft = pytest.importorskip("peft")
+    (tmp_path / "net.py").write_text(NET)
+    keys = {"model": f"{tmp_path}/net.py:Net", "trainable": "lora", "lora_rank": 2, "train_per_class": 4}
+    _, run = run_local(**keys, method="fedit", num_rounds=1, lr=0.5)
+    write_adapter(run, tmp_path / "adapter")
+    network, x, problem, _ = model_of(run)
+    adapted = peft.PeftModel.from_pretrained(problem.unfrozen(), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(x[:4]), network(x[:4]))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 1
+
+
 def test_a_narrow_clients_adapter_has_its_rank(
     keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
 ) -> None:

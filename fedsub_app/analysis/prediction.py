@@ -21,7 +21,7 @@ from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.tables import unseen_rows
-from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights
+from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, whole_names
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
 from fedsub_app.settings import Settings
@@ -169,7 +169,7 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
         r=rank,
         lora_alpha=scale_of(network) * rank,
         lora_dropout=settings.lora_dropout,
-        target_modules=[adapter.layer for adapter in every],
+        target_modules=whole_names(adapter.layer for adapter in every),
         modules_to_save=sorted({name.rpartition(".")[0] for name in tensors if ".lora_" not in name}),
         base_model_name_or_path=settings.model.partition(":")[2],
         inference_mode=True,

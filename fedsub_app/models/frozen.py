@@ -10,7 +10,7 @@ package peft: a layer with the weight W computes W x + alpha / r * B A x, of whi
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -162,13 +162,17 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
         have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no such layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
-    whole = "|".join(map(re.escape, targets))  # peft would take a list as ends of names
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole, **how), model)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole_names(targets), **how), model)
     for module in model.modules():  # in evaluation torch's fast path reads the weights under adapters itself
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def whole_names(layers: Iterable[str]) -> str:
+    """Return names of layers as peft's ``target_modules``, which takes a list of them as ends of names."""
+    return "|".join(map(re.escape, layers))
 
 
 def _fits(module: nn.Module) -> bool:
