@@ -24,7 +24,7 @@ import torch
 
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.sparsity import largest_of_all
+from fedsub_app.subnets.sparsity import largest, largest_of_all
 from strategies.base import Contribution, Mean, Merged, Spec, Task, Update
 from strategies.sparse import Sparse
 
@@ -67,5 +67,5 @@ class SSFL(Sparse):
         saliency = chosen(mean.result(), self.shapes)
         count = round(self.options.density * sum(values.numel() for values in saliency.values()))
         kept = largest_of_all(saliency, count)
-        masks = {name: kept[name] | (values == values.max()) for name, values in saliency.items()}
+        masks = {name: kept[name] | largest(values, 1) for name, values in saliency.items()}
         return self.under(self.current, masks)

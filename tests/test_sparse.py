@@ -279,6 +279,17 @@ def test_robust_holds_saliencies_against_each_other() -> None:
     assert not any(bool(start.any()) for _, _, start, _ in changes)
 
 
+def test_each_layer_keeps_its_weight_of_the_largest_saliency() -> None:
+    """Although a hundredth of all weights are in the first layer."""
+    strategy, _ = made("ssfl", ssfl__density=0.01)
+    strategy.round, (first, last) = 1, strategy.shapes.values()
+    saliency = torch.zeros(last)
+    saliency[3, 4] = 0.5
+    merge_round(strategy, [Update(0, {"fc1.weight": torch.ones(first), "fc2.weight": saliency}, {}, 20)])
+    assert strategy.masks["fc2.weight"].nonzero().tolist() == [[3, 4]]
+    assert int(strategy.masks["fc1.weight"].sum()) == round(0.01 * (first.numel() + last.numel()))
+
+
 def test_a_density_that_is_none_is_named() -> None:
     with pytest.raises(UserError, match=r"^ssfl.density = 0.0: must be"):
         resolve({"method": "ssfl", "ssfl.density": 0.0})
