@@ -49,11 +49,6 @@ class SSFL(Sparse):
         saliencies = {name: Spec(tuple(shape), low=0) for name, shape in self.shapes.items()}
         return saliencies if self.choosing else super().expected(client)
 
-    def contribution(self, update: Update) -> Contribution:
-        if self.choosing:
-            return Contribution(update.tensors, None, self.weight(update))
-        return super().contribution(update)
-
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         return {"update": norm(contribution.tensors.values())} if self.choosing else super().norms(update, contribution)
 
