@@ -56,7 +56,7 @@ class FedPart(SubnetStrategy):
         self.groups = layer_groups(self.model)
         self.parameters = set(trainable(self.model))
         self.changed = torch.zeros(len(self.groups), dtype=torch.int64)  # round in which each group last changed
-        # Round in which each group that a client has was merged; 0: the initial group, or its own training of it.
+        # Round in which each group that a client was last sent was merged; 0: the initial group.
         self.has = torch.zeros(self.settings.num_clients, len(self.groups), dtype=torch.int64)
         self.moments: Tensors = {}  # merged, with step counts ``steps/<name>``, of the tensors trained so far
         if self.devices:
@@ -145,7 +145,6 @@ class FedPart(SubnetStrategy):
         changed, has = self.changed.clone(), self.has.clone()
         for client in (update.client for update in updates):
             has[client] = torch.where(self._due(client), self.changed, self.has[client])
-            has[client, trained] = 0
         changed[trained] = self.round
         if momentum == "similarity":
             similarities = self.similarities(updates)
