@@ -56,14 +56,23 @@ def test_fednova_by_hand() -> None:
     torch.testing.assert_close(strategy.current["1.running_mean"], torch.tensor([7.0]))  # the mean of 4 and 3 x 8
 
 
-def test_fednova_with_the_authors_normalisation_by_hand() -> None:
-    """With a proximal term tau_eff is the mean number of steps."""
-    keys = {"lr": 0.1, "objective": "prox", "prox-mu": 1.0, "fednova.normalisation": "authors"}
-    strategy = made("fednova", **keys)
+@pytest.mark.parametrize(
+    ("keys", "normalisers", "effective"),
+    [
+        ({"objective": "prox"}, (1.0, 1.9), 1.5),  # 0.9 * 1 + 1
+        ({"momentum": 0.5}, (1.0, 2.5), 1.75),  # 1 + 1.5
+        ({"objective": "prox", "momentum": 0.5}, (1.9, 4.06), 1.5),  # 0.9 * 1 + 1, 0.9 * (1.9 + 1.5) + 1
+    ],
+)
+def test_fednova_with_the_authors_normalisation_by_hand(
+    keys: dict[str, Any], normalisers: tuple[float, float], effective: float
+) -> None:
+    """With a proximal term tau_eff is the mean number of steps, else the mean of the normalisers."""
+    strategy = made("fednova", **{"lr": 0.1, "prox-mu": 1.0, "fednova.normalisation": "authors", **keys})
     strategy.current["0.weight"] = torch.zeros(1, 2)
-    merge_round(strategy, [update(0, [1.0, 0.0], 1), update(1, [0.0, 1.9], 2)])
-    # no momentum: a = 1, then 0.9 * 1 + 1 = 1.9; tau_eff = 3 / 2
-    torch.testing.assert_close(strategy.current["0.weight"], 1.5 * torch.tensor([[0.5, 0.5]]))
+    one, two = normalisers
+    merge_round(strategy, [update(0, [one, 0.0], 1), update(1, [0.0, two], 2)])
+    torch.testing.assert_close(strategy.current["0.weight"], effective * torch.tensor([[0.5, 0.5]]))
 
 
 def test_the_pull_is_that_of_the_rounds_learning_rate() -> None:
@@ -74,6 +83,8 @@ def test_the_pull_is_that_of_the_rounds_learning_rate() -> None:
         assert strategy.distance_of_steps(update(0, [0.0, 0.0], 2)) == pytest.approx(expected)
     published = made("fednova", **{"objective": "prox", "prox": "authors", "prox-mu": 4.0, "lr": 0.1})
     assert published.distance_of_steps(update(0, [0.0, 0.0], 2)) == 2.0  # FedPart's term has a gradient of 0
+    adam = made("fednova", **{"optimizer": "adam", "objective": "prox", "prox-mu": 4.0, "lr": 0.1})
+    assert adam.distance_of_steps(update(0, [0.0, 0.0], 2)) == 2.0
 
 
 @pytest.mark.parametrize(
