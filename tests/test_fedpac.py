@@ -106,6 +106,12 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
         assert bool((sent["fc1.weight"] == 1.5).all())
         assert sent["fedpac/known"].tolist() == [True, True, False, False]
         assert sent["fedpac/centroids"][:, 0].tolist() == [1.5, 1.75, 0.0, 0.0]
+    alone = update(0, 4.0)
+    alone.tensors[COUNTS] = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    merge_round(made, [alone])
+    sent = made.task(1).tensors
+    assert sent["fedpac/known"].tolist() == [True, True, False, True]
+    assert sent["fedpac/centroids"][:, 0].tolist() == [4.0, 1.75, 0.0, 4.0], "of a class that is not there: as before"
     again = FedPAC(made.settings, made.model)
     again.load_state(made.state())
     assert torch.equal(again.task(1).tensors["fc5.weight"], made.task(1).tensors["fc5.weight"])

@@ -270,6 +270,8 @@ def test_who_was_away_gets_what_stale_promises() -> None:
     assert first[5] == {0: {1}, 1: {1}, 2: {1}}
     everyone = play(strategy(fedpart__stale="sync-all"), rounds)
     assert [everyone[k][0] for k in range(6)] == [first[k][0] for k in range(6)]  # who is always there: the same
+    *_, again = play(strategy(fedpart__stale="full-first", fedpart__rounds_per_group=1), [[0]] * 7)
+    assert again[0] == everything  # the next cycle begins with a full round
     assert everyone[4] == {0: {1}, 1: {0, 1}, 2: everything}
 
 
@@ -311,13 +313,14 @@ def test_equal_states_are_the_plain_mean() -> None:
 
 def test_the_largest_step_count_is_merged() -> None:
     """As published: clients with more batches have taken more steps."""
-    made = strategy(fedpart__momentum="mean", fedpart__full_rounds=0)
+    made = strategy(fedpart__momentum="mean", fedpart__full_rounds=0, local_steps=3)
     updates = [answer(made, client) for client in range(3)]
     for steps, update in zip(([3, 3], [8, 7], [5, 5]), updates, strict=True):
         update.tensors["steps"] = torch.tensor(steps)
     merge_round(made, updates)
     made.round = 2
     assert made.task(0).tensors["steps"].tolist() == [8, 7]
+    assert made.expected(0)["steps"].high == 8 + 3
 
 
 def test_opposite_states_fall_back_to_the_plain_mean_and_say_so() -> None:

@@ -78,8 +78,9 @@ def test_it_follows_the_algorithm(reset_every: int, run_local: Run) -> None:
 
 
 def test_the_counts_by_hand() -> None:
-    """Three masks, then three more: 1/3 and 3/6; then the counts begin anew."""
-    strategy, client = made("fedpm", fedpm__reset_every=2)
+    """Three masks, then three more twice: 1/3, 3/6 and 4/9; then the counts begin anew."""
+    strategy, client = made("fedpm", fedpm__reset_every=3)
+    assert strategy.current["fc1.bias"].div(strategy.signed["fc1.bias"]).unique().tolist() == [0, 1], "a drawn mask"
     tensors = client(0, 1, {}).run_training(dict(strategy.task(0).tensors), {}).tensors
 
     def play(number: int, *bits: bool) -> float:
@@ -96,7 +97,8 @@ def test_the_counts_by_hand() -> None:
 
     assert play(1, True, False, False) == pytest.approx(1 / 3)
     assert play(2, True, True, False) == pytest.approx(1 / 2)
-    assert play(3, True, True, True) == pytest.approx(0.99)
+    assert play(3, True, False, False) == pytest.approx(4 / 9)
+    assert play(4, True, True, True) == pytest.approx(0.99)
 
 
 def test_the_random_network_stays(run_local: Run) -> None:

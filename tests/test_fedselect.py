@@ -428,7 +428,7 @@ def test_a_mask_that_shrinks_is_refused() -> None:
     made = strategy()
     made.masks[0] = made.empty | {"fc1.weight": torch.ones(32, 5, dtype=torch.bool)}
     update = answer_of(made, 0, 1.0)
-    update.tensors["mask/fc1.weight"] = torch.zeros(32, 5, dtype=torch.bool)
+    update.tensors["mask/fc1.weight"] = torch.arange(160).reshape(32, 5) > 0  # of one position alone
     with pytest.raises(BadReply, match=r"'mask/fc1.weight': a personal position became global again"):
         made.contribution(update)
 

@@ -268,6 +268,20 @@ def test_of_the_weights_that_have_grown_the_most_voted_ones_stay() -> None:
     assert torch.equal(strategy.masks[name], mask)
 
 
+def test_the_largest_merged_weights_stay_whatever_their_sign() -> None:
+    """Of -2, 1, one that has grown and 0.5 three stay; rounds 2, 4 and 6 adjust."""
+    strategy, _ = made("feddst", feddst__every=2, feddst__until=8)
+    assert [number for number in range(1, 11) if strategy.adjusts(number)] == [2, 4, 6]
+    model = torch.zeros(strategy.shapes["fc1.weight"])
+    model[0, :4] = torch.tensor([-2.0, 1.0, 0.0, 0.5])
+    mask, own = torch.zeros(2, *model.shape, dtype=torch.bool)
+    mask[0, :3] = own[0, :4] = True
+    strategy.masks = {"fc1.weight": mask}
+    updates = [Update(client, {f"{MASK}fc1.weight": own}, {}, 20) for client in range(2)]
+    adjusted = strategy.adjusted({"fc1.weight": model}, updates)
+    assert adjusted["fc1.weight"].nonzero().tolist() == [[0, 0], [0, 1], [0, 3]]
+
+
 def test_robust_holds_saliencies_against_each_other() -> None:
     """And not against the weights, whose names they have."""
     strategy, client = made("ssfl")
@@ -277,6 +291,10 @@ def test_robust_holds_saliencies_against_each_other() -> None:
     changes = [*parts(strategy, update, strategy.contribution(update))]
     assert {name for name, *_ in changes} == {*strategy.shapes}
     assert not any(bool(start.any()) for _, _, start, _ in changes)
+    length = sum(float(x.square().sum()) for x in update.tensors.values()) ** 0.5
+    assert strategy.norms(update, strategy.contribution(update)) == {"update": pytest.approx(length)}
+    strategy.round, strategy.made = 2, torch.tensor(1)
+    assert strategy.origin(update) is strategy.current
 
 
 def test_each_layer_keeps_its_weight_of_the_largest_saliency() -> None:
