@@ -34,6 +34,7 @@ from fedsub_app.subnets.bounds import FLOOR, Size, remembered, size, usual, with
 from fedsub_app.subnets.masks import expand, gather
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.training.workplace import workplace
+from strategies import direction
 from strategies.bounding import parts
 from strategies.direction import AGREEMENT, agreeing, agreement
 from strategies.harm import LOSS, SUSPECTED, far_worse
@@ -498,7 +499,9 @@ def moved(*changes: Sequence[float], masks: Mapping[int, Tensor] = {}) -> tuple[
     return strategy, updates
 
 
-def test_the_cosine_is_with_the_sum_of_the_others() -> None:
+@pytest.mark.parametrize("block", [direction.BLOCK, 3])  # 3: each position by itself
+def test_the_cosine_is_with_the_sum_of_the_others(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direction, "BLOCK", block)
     changes = [(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0)]
     strategy, updates = moved(*changes)
     ones = torch.ones(3, dtype=torch.float64)
@@ -520,6 +523,17 @@ def test_a_client_is_left_out_by_the_mean_of_its_cosines() -> None:
     _, dropped, seen = agreeing(strategy, updates)
     assert dropped == []
     assert float(seen[AGREEMENT][4]) == pytest.approx(0.25, abs=0.03), "its last round counts half"
+    assert float(strategy.usual[AGREEMENT][4]) == pytest.approx(-0.5), "as before, until the round is committed"
+
+
+@pytest.mark.parametrize(
+    ("means", "left_out"),
+    [([-0.9, -1.0, -0.95, -0.97, 0.0], [1, 3]), ([-0.2, 0.0, -0.14, 0.0, 0.0], [0])],
+)
+def test_fewer_than_half_are_left_out_the_most_opposed_ones(means: list[float], left_out: list[int]) -> None:
+    strategy, updates = moved(*[(0, 0)] * 5)
+    strategy.usual = {AGREEMENT: torch.tensor(means, dtype=torch.float64)}
+    assert [drop.client for drop in agreeing(strategy, updates)[1]] == left_out
 
 
 def test_a_round_without_a_direction_tells_nothing() -> None:
@@ -543,6 +557,13 @@ def test_clients_with_parts_of_their_own_are_held_against_the_past_of_their_posi
         assert [drop.client for drop in dropped] == ([4] if turn > 1 else [])
         assert len(kept) + len(dropped) == 5
     assert bool((strategy.usual["past change/w"] > 0).all())  # type: ignore[index]
+
+
+def test_the_last_change_of_a_position_counts_half() -> None:
+    strategy, updates = moved((2, 0), (0, 8), masks={0: torch.tensor([True, False])})
+    past = {"w": torch.tensor([4.0, 4.0])}
+    assert direction.moved(strategy, past, updates)["w"].tolist() == [((4 + 2) / 2 + 0) / 2, (4 + 8) / 2]
+    assert past["w"].tolist() == [4, 4]
 
 
 @pytest.mark.run

@@ -17,8 +17,9 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
-from strategies.bounding import Bounds
+from strategies.bounding import Bounds, reach
 from strategies.direction import agreement
+from strategies.harm import LOSS, SUSPECTED, WATCHED, harmless
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
@@ -171,6 +172,20 @@ def test_clients_that_did_not_train_bound_nobody() -> None:
     assert not bounds.report
 
 
+def test_a_client_with_more_samples_goes_farther() -> None:
+    """Changes of 1, 3, 2 and 2, the last two on twice the samples: 1 is usual, and 2 for those."""
+    made = strategy()
+    made.facts = Facts([20, 20, 40, 40], 1.0, lambda _: 0.0)
+    bounds = Bounds(made, reach(made, range(4)))
+    updates = [update(client, value=1.0 + change) for client, change in enumerate((1, 3, 2, 2))]
+    valid = [Valid(each, made.contribution(each), {}) for each in updates]
+    for each in valid:
+        bounds.measure(each.update, each.contribution)
+    assert [float(each.contribution.tensors["w"][0]) for each in bounds.bounded(valid)] == [2, 2, 3, 3]
+    assert bounds.report == {"bounded-updates": [1]}
+    assert reach(made, [0, 2, 3]) == dict.fromkeys((0, 2, 3), 1.0), "of the clients that are asked"
+
+
 def test_updates_agree_where_they_have_the_same_tensors() -> None:
     """The first changes w and b by 1, the second b alone: cosines of (1, 1) with (0, 1), and of 1 with 1."""
     made = strategy()
@@ -179,6 +194,37 @@ def test_updates_agree_where_they_have_the_same_tensors() -> None:
     valid = [Valid(Update(k, each), Contribution(each, None, 1.0), {}) for k, each in enumerate(sent)]
     found = agreement(made, valid, torch.ones(2, dtype=torch.float64))
     assert found.tolist() == pytest.approx([0.5**0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "last", "usual", "left_out"),
+    [
+        ([1, 1, 1, 4], 1, {}, []),  # 1.75, and 1.5 * 1 + 0.3 is allowed
+        ([1, 1, 1, 5], 1, {}, [3]),
+        ([2, 2, 2, 2.24], 1, {}, []),  # from 2.06 to 2 is no quarter of the way to 1.8
+        ([2, 2, 2, 2.4], 1, {}, [3]),
+        ([3, 6, 40, 400], 1, {}, [3, 2]),  # half of them stay
+        ([1.5, 2.5], 10, {}, [1]),  # of two: 0.8 * 2 - 0.05
+        ([1.6, 2.4], 10, {}, []),
+        ([1, 1, 1, 1.4], 1, {WATCHED: [0, 0, 0, 2]}, [3]),
+        ([1, 1, 1, 0.9], 1, {WATCHED: [0, 0, 0, 2]}, []),
+        ([1, 1, 1, 1.4], 1, {WATCHED: [0, 0, 0, 1]}, []),  # eleven rounds ago
+        ([0.6, 0.6, 0.6, 1.8], 1, {}, []),
+        ([0.6, 0.6, 0.6, 1.8], 1, {SUSPECTED: [2, 0, 0, 0]}, [3]),  # any loss above the best one's is suspect
+    ],
+)
+def test_whose_update_is_left_out(losses: list[float], last: float, usual: Json, left_out: list[int]) -> None:
+    """The mean of the updates is the merged model's loss; the best one's is 0.5. It is round 12."""
+    made = strategy()
+    made.round, made.facts = 12, Facts([10] * 4, 1.0, lambda model: float(model["w"][0]))
+    made.good = {LOSS: torch.tensor(0.5)}
+    before = {key: torch.tensor(rounds) for key, rounds in usual.items()}  # type: ignore[arg-type]
+    made.usual = {LOSS: torch.tensor([last + 1, last], dtype=torch.float64)} | before
+    updates = [update(client, value=loss) for client, loss in enumerate(losses)]
+    kept, dropped = harmless(made, [Valid(each, made.contribution(each), {}) for each in updates])
+    assert [drop.client for drop in dropped] == left_out
+    assert sorted(valid.update.client for valid in kept) == [k for k in range(len(losses)) if k not in left_out]
+    assert all(int(made.usual[WATCHED][client]) == 12 for client in left_out)
 
 
 def test_an_update_that_changes_nothing_has_no_norm() -> None:
