@@ -206,8 +206,10 @@ def test_updates_agree_where_they_have_the_same_tensors() -> None:
         ([3, 6, 40, 400], 1, {}, [3, 2]),  # half of them stay
         ([1.5, 2.5], 10, {}, [1]),  # of two: 0.8 * 2 - 0.05
         ([1.6, 2.4], 10, {}, []),
+        ([1, 1, 2.8], 10, {}, []),  # three have a majority
         ([1, 1, 1, 1.4], 1, {WATCHED: [0, 0, 0, 2]}, [3]),
         ([1, 1, 1, 0.9], 1, {WATCHED: [0, 0, 0, 2]}, []),
+        ([1, 1.4], 10, {WATCHED: [2, 2, 0, 0]}, [1]),  # not the last one
         ([1, 1, 1, 1.4], 1, {WATCHED: [0, 0, 0, 1]}, []),  # eleven rounds ago
         ([0.6, 0.6, 0.6, 1.8], 1, {}, []),
         ([0.6, 0.6, 0.6, 1.8], 1, {SUSPECTED: [2, 0, 0, 0]}, [3]),  # any loss above the best one's is suspect
@@ -221,10 +223,13 @@ def test_whose_update_is_left_out(losses: list[float], last: float, usual: Json,
     before = {key: torch.tensor(rounds) for key, rounds in usual.items()}  # type: ignore[arg-type]
     made.usual = {LOSS: torch.tensor([last + 1, last], dtype=torch.float64)} | before
     updates = [update(client, value=loss) for client, loss in enumerate(losses)]
-    kept, dropped = harmless(made, [Valid(each, made.contribution(each), {}) for each in updates])
+    valid = [Valid(each, made.contribution(each), {}) for each in updates]
+    kept, dropped = harmless(made, valid)
     assert [drop.client for drop in dropped] == left_out
     assert sorted(valid.update.client for valid in kept) == [k for k in range(len(losses)) if k not in left_out]
     assert all(int(made.usual[WATCHED][client]) == 12 for client in left_out)
+    made.judged = False
+    assert harmless(made, valid) == (valid, [])
 
 
 def test_an_update_that_changes_nothing_has_no_norm() -> None:
