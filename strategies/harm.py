@@ -60,7 +60,7 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
         if _recent(strategy, watched, kept[number].update.client) and len(kept) > 1 and (loss := without(number)) < now:
             now = leave_out(number, loss)
     few = len(updates) < MAJORITY
-    while (now > limit or few) and len(kept) > 1 and 2 * (len(kept) - 1) >= len(updates):
+    while (now > limit or few) and 2 * (len(kept) - 1) >= len(updates):
         losses = [without(number) for number in range(len(kept))]
         if min(losses) > (_limit(now, 0.8, -0.05) if few else now - (now - limit) / 4):
             break
