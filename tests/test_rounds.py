@@ -186,6 +186,21 @@ def test_a_client_with_more_samples_goes_farther() -> None:
     assert reach(made, [0, 2, 3]) == dict.fromkeys((0, 2, 3), 1.0), "of the clients that are asked"
 
 
+def test_what_else_an_update_holds_is_bounded_too() -> None:
+    """A change of w of 3, and s, which starts from 0, of 5: both become 1. Where the mask has 0 values stay."""
+    made = strategy(**{"num-clients": 3})
+    bounds, mask, valid = Bounds(made, dict.fromkeys(range(3), 1.0)), torch.tensor([True, True, False]), list[Valid]()
+    for client, (w, s) in enumerate([(2.0, 1.0), (4.0, 1.0), (2.0, 5.0)]):
+        each = Update(client, {"w": torch.tensor([w, w, 9.0]), "s": torch.tensor([s])}, {}, 10)
+        valid.append(Valid(each, Contribution({"w": each.tensors["w"]}, {"w": mask}), {}))
+        bounds.measure(each, valid[-1].contribution)
+    for each in bounds.bounded(valid):
+        assert {name: x.tolist() for name, x in each.update.tensors.items()} == {"w": [2, 2, 9], "s": [1]}
+        assert each.contribution.tensors["w"].tolist() == [2, 2, 9]
+    assert bounds.report == {"bounded-updates": [1, 2]}
+    assert {name: x.round().tolist() for name, x in bounds.usual.items()} == {"w": [[1, 1]], "s": [[1, 1]]}
+
+
 def test_updates_agree_where_they_have_the_same_tensors() -> None:
     """The first changes w and b by 1, the second b alone: cosines of (1, 1) with (0, 1), and of 1 with 1."""
     made = strategy()
