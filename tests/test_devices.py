@@ -211,6 +211,8 @@ def test_a_round_takes_as_long_as_its_slowest_reply(two: str) -> None:
     timed = clock(two)
     assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == pytest.approx(2), "no deadline: a lost reply is noticed at once"
+    timed.late(Update(fast, {}, {"flops": 1e9}), later=10**6)
+    assert timed.arrivals[fast] == pytest.approx(4), "a secure sum's vector follows the reply"
 
 
 def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) -> None:
@@ -221,6 +223,9 @@ def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) 
     assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == 10
     assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
+    for client in range(4):
+        timed.late(Update(client, {}, {"flops": 1e9}))
+    assert timed.report([fast], 4)["device-seconds"] == 10, "also where all replies come in the end"
 
 
 def test_a_refused_reply_has_come(two: str) -> None:
