@@ -166,7 +166,8 @@ def test_on_a_real_node_it_is_that_clients_loss(
     spoil("fedavg", no_gpu_memory)
     summary, folder = run_local(method="fedavg", num_clients=3)
     assert summary["status"] == "completed"
-    reason = "client failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    where = f"(test_failures.py:{no_gpu_memory.__code__.co_firstlineno + 1})"
+    reason = f"client failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. {where}"
     assert [line["dropped"] for line in rounds(folder)[1:]] == [[], [{"client": 1, "reason": reason}], []]
 
 

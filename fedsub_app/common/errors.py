@@ -1,7 +1,10 @@
 """The one error class whose message is written for the user, and the functions that turn other errors into it."""
 
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 
 
 class UserError(Exception):
@@ -30,6 +33,13 @@ def shown(value: object) -> str:
 
 def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def place_of(error: BaseException) -> str:
+    """Return " (my_net.py:12)": the last line that an exception came through in code of a method or of the user."""
+    others = ("<", str(Path(__file__).parents[1]), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib")))
+    lines = [line for line in extract_tb(error.__traceback__) if not line.filename.startswith(others)]
+    return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
 
 
 @contextmanager

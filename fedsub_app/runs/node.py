@@ -19,7 +19,7 @@ from flwr.app import Context, MessageType, RecordDict
 from torch import Tensor
 
 from fedsub_app.common.code import code_digest, versions
-from fedsub_app.common.errors import UserError, one_line, printable, shown
+from fedsub_app.common.errors import UserError, one_line, place_of, printable, shown
 from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.inputs import shape_shown
 from fedsub_app.common.own_code import bundled
@@ -176,7 +176,8 @@ def _attempt(work: Callable[..., Update], folder: Path, header: Json, task: Json
     except (Exception, SystemExit) as error:  # a client's failure must not affect the other clients of its node
         if simulated() and (failure := machine_failure(error)):
             raise MachineFailed(f"client {task['client']}: {failure}") from error
-        reason = _logged(printable(f"{type(error).__name__}: {error}"))
+        place = "" if isinstance(error, UserError) else place_of(error)
+        reason = _logged(printable(f"{type(error).__name__}: {error}", 200 - len(place)) + place)
         return Update(task["client"], error=reason, lost=isinstance(error, StateGone))
 
 
