@@ -147,6 +147,9 @@ def test_two_files_of_one_name_and_a_file_that_fails(tmp_path: Path) -> None:
     other.write_text(Path(FILE).read_text().replace("0.9", "0.8"))
     with pytest.raises(UserError, match=r"other.py:FedAvgM': 'fedavgm' is the name of '.*fedavgm.py:FedAvgM' already$"):
         resolve({"method": f"{other}:FedAvgM"})
+    other.write_text(Path(FILE).read_text().replace("0.9", "3.0").replace("FedAvgM", "Other"))
+    with pytest.raises(UserError, match=r"^other.beta = 3.0: must be less than or equal to 1$"):
+        resolve({"method": f"{other}:Other"})
     other.write_text("1 / 0")
     with pytest.raises(UserError, match=r"^method = '.*other.py:Foo': ZeroDivisionError: division by zero$"):
         resolve({"method": f"{other}:Foo"})

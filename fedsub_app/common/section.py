@@ -24,6 +24,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         strict=True,
+        validate_default=True,  # those of methods of other authors
         extra="forbid",
         alias_generator=lambda name: name.rstrip("_").replace("_", "-"),
         populate_by_name=True,

@@ -45,7 +45,8 @@ def fields() -> dict[str, FieldInfo]:
 @cache
 def defaults() -> dict[str, Value]:
     """Return every key with its default."""
-    return {f"{prefix}{k}": v for prefix, section in _sections().items() for k, v in section().toml().items()}
+    sections = {prefix: _validated(section, {}, prefix) for prefix, section in _sections().items()}
+    return {f"{prefix}{key}": value for prefix, section in sections.items() for key, value in section.toml().items()}
 
 
 def register(name: str, method: Method) -> None:
