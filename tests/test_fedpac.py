@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import SAME, away, merge_round, read
@@ -25,13 +27,13 @@ Run = Callable[..., tuple[Json, Path]]
 
 
 def test_statistics_by_hand() -> None:
-    features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
-    means, counts, h, variance = feature_statistics(features, torch.tensor([0, 0, 2, 2]), 3)
+    features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
+    means, counts, h, variance = feature_statistics(features, torch.tensor([0, 0, 0, 2]), 3)
     assert means.tolist() == [[2.0, 0.0], [0.0, 0.0], [0.0, 2.0]]
-    assert counts.tolist() == [2, 0, 2]
-    assert h.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
-    # 1/4 * (1/2 * (1 + 9)/2 - 1/4 * 4  +  1/2 * 4 - 1/4 * 4)
-    assert variance == pytest.approx((2.5 - 1 + 2 - 1) / 4)
+    assert counts.tolist() == [3, 0, 1]
+    assert h.tolist() == [[1.5, 0.0], [0.0, 0.0], [0.0, 0.5]]
+    # 1/4 * (3/4 * (1 + 9 + 4)/3 - 9/16 * 4  +  1/4 * 4 - 1/16 * 4)
+    assert variance == pytest.approx((3.5 - 2.25 + 1 - 0.25) / 4)
 
 
 def test_combination_by_hand() -> None:
@@ -45,6 +47,18 @@ def test_combination_by_hand() -> None:
     assert far.tolist() == [1.0, 0.0]  # below 1e-3 is nothing
     alone = combination(torch.zeros(1, 2, 2), torch.zeros(1), 0)
     assert alone.tolist() == [1.0]
+    # Heads at 0, 1, 2 and V = 0.1: without a bound the third weight is negative; at 0 it leaves 1 / 0.1 to 1 / 1.1.
+    row = combination(torch.tensor([[[0.0]], [[1.0]], [[2.0]]]), torch.full((3,), 0.1), 0)
+    assert row.tolist() == pytest.approx([11 / 12, 1 / 12, 0], abs=1e-4)
+    # Equal heads count by 1 / V: 1 to 0.0015, which is above 1e-3, and 1 to 0.0007, which is not.
+    for small, kept in ((0.0015, 0.0015 / 1.0015), (0.0007, 0.0)):
+        weights = combination(torch.zeros(2, 1, 1), torch.tensor([1.0, small]), 1)
+        assert weights.tolist() == pytest.approx([kept, 1 - kept], abs=1e-4)
+
+
+def test_where_the_solver_fails_the_own_head_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scipy.optimize.minimize", lambda *_, **__: SimpleNamespace(success=False, x=np.ones(2)))
+    assert combination(torch.zeros(2, 1, 1), torch.ones(2), 1).tolist() == [0.0, 1.0]
 
 
 @settings(max_examples=30, deadline=None)
