@@ -114,7 +114,7 @@ def test_all_kinds_of_convolutions_are_pruned() -> None:
 
 
 def test_channels_by_hand() -> None:
-    scales = {"a": torch.tensor([0.3, -0.1, 0.6, 0.5, 0.2, 0.4]), "b": torch.tensor([9.0, 8.0, 7.0, 6.0])}
+    scales = {"a": torch.tensor([0.3, -0.1, -0.6, 0.5, 0.2, 0.4]), "b": torch.tensor([9.0, 8.0, 7.0, 6.0])}
     full = {"a": torch.ones(6, dtype=torch.bool), "b": torch.ones(4, dtype=torch.bool)}
     kept = prune_channels(scales, full, 0.45, 0.5)
     assert kept["a"].tolist() == [False, False, True, True, False, True]  # int(6 * 0.45) = 2: the third and below go
@@ -137,8 +137,10 @@ def test_the_published_shares_leave_half_of_the_channels(model: str, shape: tupl
 def test_distance_and_last_share_by_hand() -> None:
     left, right = {"a": bits(1, 1, 0, 0), "b": bits(1, 1)}, {"a": bits(1, 0, 0, 0), "b": bits(0, 0)}
     assert mask_distance(left, right) == (0.25 + 1.0) / 2
+    assert mask_distance({"a": left["a"]}, right) == 0.25
     assert mask_distance({}, {}) == 0.0
     assert last_share(0.3, 0.5, 0.1, False) == 0.1
+    assert last_share(0.25, 0.5, 0.25, False) == 0.25  # the target is exactly one share away
     assert last_share(0.45, 0.5, 0.1, False) == 0.05  # at most
     assert last_share(0.48, 0.5, 0.1, False) == pytest.approx(0.02 / 0.52)
     assert last_share(0.85, 0.9, 0.1, True) == pytest.approx(0.05 / 0.15 - 0.05)
@@ -748,6 +750,30 @@ def test_at_the_target_nothing_is_pruned() -> None:
     for target, event in ((pruned, False), (math.nextafter(pruned, 1), True)):
         _, client = made(subfedavg__target=target)
         assert bool(client(0, 1, {}).fewer_weights(masks, first, last)) == event
+
+
+@pytest.mark.parametrize("pruning", ["unstructured", "hybrid"])
+def test_masks_that_differ_by_the_distance_prune_nothing(pruning: str) -> None:
+    """As published, an event needs masks that differ by more; of 30 channels two change their places here."""
+    keys: dict[str, Value] = {"model": MODELS[pruning], "subfedavg.pruning": pruning}
+    strategy, client = made(**keys)
+    plan, masks = strategy.plan, strategy.plan.everything()
+    first = {n: torch.randn(t.shape, generator=generator(1)) for n, t in strategy.current.items()}
+    last = {n: torch.randn(t.shape, generator=generator(2)) for n, t in strategy.current.items()}
+    for name in plan.scales.values():
+        first[name] = last[name] = torch.arange(1.0, 1 + len(first[name]))
+    if pruning == "hybrid":  # the fifth of ten is the last one that goes
+        last[plan.scales["conv1"]] = torch.tensor([1.0, 2, 3, 4, 6, 5, 7, 8, 9, 10])
+    worker = client(0, 1, {})
+    worker.fewer_weights(masks, first, last)
+    key = "subfedavg.hybrid-distance" if pruning == "hybrid" else "subfedavg.distance"
+    for distance, share, event in (
+        (worker.metrics["mask-distance"], 2 / 30, False),
+        (math.nextafter(worker.metrics["mask-distance"], 0), math.nextafter(2 / 30, 0), True),
+    ):
+        worker = made(**keys, **{key: distance, "subfedavg.channel-distance": share})[1](0, 1, {})
+        assert bool(worker.fewer_weights(masks, first, last)) == event
+        assert bool(worker.fewer_channels(masks, first, last)) == (event and pruning == "hybrid")
 
 
 def test_running_statistics_stay_with_the_client() -> None:
