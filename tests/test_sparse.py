@@ -36,6 +36,7 @@ SHAPES = {"a": torch.Size((10, 10)), "b": torch.Size((20, 5, 3, 3)), "c": torch.
 
 def test_layers_keep_the_same_share() -> None:
     assert kept_counts(SHAPES, 0.1, "uniform") == {"a": 10, "b": 90, "c": 1}
+    assert kept_counts(SHAPES, 0.3, "uniform") == {"a": 30, "b": 270, "c": 2}  # 1.8, rounded
 
 
 def test_layers_keep_what_the_kernel_says() -> None:
@@ -46,15 +47,17 @@ def test_layers_keep_what_the_kernel_says() -> None:
     # 5 * 100.6 / 56 = 8.98 of 6: c is dense, the others share 94.6.
     assert kept_counts(SHAPES, 0.1, "erk") == {"a": round(20 * 94.6 / 51), "b": round(31 * 94.6 / 51), "c": 6}
     assert kept_counts(SHAPES, 1.0, "erk") == {"a": 100, "b": 900, "c": 6}
+    assert kept_counts(SHAPES, 0.001, "erk") == {"a": 1, "b": 1, "c": 1}  # 0.36, 0.56 and 0.09: one at least
 
 
 def test_the_first_of_equal_values_count() -> None:
     assert largest(torch.tensor([[1.0, 2.0], [2.0, 2.0]]), 2).tolist() == [[False, True], [True, False]]
+    assert largest(torch.tensor([2.0, 3.0, 2.0, 2.0]), 2).tolist() == [True, True, False, False]
 
 
 def test_an_exchange_by_hand() -> None:
     """Half of four: 0.1 and -0.2 go; the gradient is largest at two of the others, or at one that has just gone."""
-    weights = {"w": torch.tensor([0.1, -0.2, 3.0, -4.0, 0.0, 0.0, 0.0])}
+    weights = {"w": torch.tensor([0.1, -0.2, 0.3, -0.4, 9.0, 0.0, 0.0])}  # a pruned one survives at no size
     masks = {"w": torch.tensor([1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)}
     slopes = {"w": torch.tensor([9.0, 0.0, 9.0, 9.0, 0.5, -7.0, 0.1])}
     new, survived = exchanged(weights, slopes, masks, 0.5)
