@@ -29,17 +29,18 @@ def test_squares_are_those_of_float64(rows: int, shape: list[int], seed: int, bl
 
 
 def test_masked_positions_count_alone() -> None:
-    x, start = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2)
+    x, start = torch.tensor([[2.0, 3.0], [4.0, 5.0]]), torch.ones(2, 2)
     assert square(x, start) == pytest.approx(30)
     assert square(x, start, torch.tensor([[True, False], [False, True]])) == pytest.approx(17)
     assert square(x, start, torch.tensor([[False], [True]])) == pytest.approx(25)
-    assert norm([x, torch.tensor(math.sqrt(6))]) == pytest.approx(6)
+    assert norm([x - start, torch.tensor(math.sqrt(6))]) == pytest.approx(6)
 
 
 def test_a_long_tensor_is_as_long_as_its_float64() -> None:
     x, length = torch.full((1 << 24,), 1e-3), 2**12 * 1e-3
     assert norm([x]) == pytest.approx(length, rel=1e-4)
-    assert square(x, torch.zeros_like(x), torch.tensor([True])) == pytest.approx(length**2, rel=1e-4)
+    for mask in (None, torch.tensor([True])):
+        assert square(x, torch.zeros_like(x), mask) == pytest.approx(length**2, rel=1e-4)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(math.nan, math.nan), (math.inf, math.inf), (3e38, math.inf)])
@@ -100,6 +101,13 @@ def test_later_ones_are_held_against_those_that_passed() -> None:
     assert [bool(guard.add(8, {"update": value})[0][1]) for value in (5, 11, 2, 9)] == [False, True, False, False]
     assert guard.rest() == []
     assert guard.norms("update") == [1, 1, 1, 1, 1, 1, 1, 2, 5, 9]
+
+
+def test_of_a_whole_round_the_lower_median_counts() -> None:
+    """Two of four do not decide it: five times 1 is below 9, five times their mean is not."""
+    guard = NormGuard[int](5, 0.0, math.inf)
+    assert [guard.add(k, {"update": value}) for k, value in enumerate([1, 9, 1, 9])] == [[]] * 4
+    assert [bool(reason) for _, reason in guard.rest()] == [False, True, False, True]
 
 
 def test_clients_that_did_not_train_are_in_no_later_median() -> None:

@@ -167,7 +167,9 @@ def test_what_nobody_covers_stays_and_server_lr_goes_part_of_the_way() -> None:
         new = mean.result(0.5)
         assert new["w"].tolist() == [5.0, 8.0]
         assert new["v"].item() == 5.0
-        assert new["v"].data_ptr() != old["v"].data_ptr()
+        assert mean.result()["v"].data_ptr() != old["v"].data_ptr()
+    with pytest.raises(ValueError, match=r"^tensor w has shape \(1,\), the old one \(2,\)$"):
+        mean.add([Contribution({"w": torch.zeros(1)})])
 
 
 # --- Krum: Blanchard et al. 2017 --------------------------------------------------------------------------------------
