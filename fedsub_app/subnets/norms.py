@@ -34,8 +34,6 @@ def squares(rows: Tensor, start: Tensor) -> list[float]:
     ``rows``: float32 ``[n, ...]``, contiguous. ``start``: float32 ``[...]``.
     """
     flat, at = rows.reshape(len(rows), start.numel()), start.reshape(-1)
-    if not rows.numel():
-        return [0.0] * len(rows)
     if rows.numel() <= BLOCK:
         total = torch.linalg.vector_norm(flat - at, dim=1).double().square()
         return total.tolist()  # type: ignore[no-any-return]

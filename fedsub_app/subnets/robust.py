@@ -93,7 +93,7 @@ class RobustMean:
         """
         old = self._old[name]
         held = [update.whole(name, old) for update in self._kept if name in update.tensors]
-        if not held or not old.numel():
+        if not held:
             return old.float()
         count_of = len(held)
         cuts = torch.tensor([self._left_out(count) for count in range(count_of + 1)])
@@ -132,7 +132,7 @@ def krum(updates: Sequence[Mapping[str, Tensor]], byzantine: int) -> int:
     squares = torch.zeros(count, count, dtype=torch.float64)
     for name in updates[0]:
         rows = torch.stack([update[name].reshape(-1) for update in updates])
-        for block in rows.split(max(1, BLOCK // count), 1) if rows.numel() else ():
+        for block in rows.split(max(1, BLOCK // count), 1):
             # Not by matrix products, which lose the small difference of two large vectors.
             block = block.double()
             squares += torch.cdist(block, block, compute_mode="donot_use_mm_for_euclid_dist").square()
