@@ -92,6 +92,12 @@ def block(request, monkeypatch):
     monkeypatch.setattr(averaging, "BLOCK", request.param)
 
 
+def test_equal_weights_cancel_exactly() -> None:
+    old, x = {"w": torch.zeros(100)}, torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    plain, weighed = (masked_mean(old, [Contribution({"w": row}, weight=w) for row in x])["w"] for w in (1.0, 0.7))
+    assert torch.equal(plain, weighed)
+
+
 def test_three_numbers_by_hand(block):
     old = {"w": torch.tensor([10.0, 20.0, 30.0])}
     first = Contribution({"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([True, True, False])}, 1.0)
