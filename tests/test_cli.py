@@ -242,6 +242,17 @@ def test_a_resumed_run_keeps_its_data_folder(desk: Path, asked: list[str], monke
     assert f'data-dir="{desk}"' in asked[-1]
 
 
+def test_a_federation_has_the_data_that_it_was_started_with(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever $FEDSUB_DATA is in the shell that starts a run."""
+    monkeypatch.setattr(flower, "connections", lambda: {"ours": {flower.FOLDER_KEY: "a", flower.DATA_KEY: "/ours"}})
+    for name in ("FEDSUB_DATA", "FLWR_HOME"):
+        monkeypatch.setenv(name, "/other")
+    for given, folder in (({}, "/ours"), ({"data-dir": "/given"}, "/given")):
+        with pytest.raises(UserError, match="no SuperLink"):
+            flower.run("ours", given)
+        assert f'data-dir="{folder}"' in asked[-1]
+
+
 @pytest.mark.parametrize("more", [{}, {"experiment": "my.toml"}])
 def test_devices_of_a_file_go_with_the_run(more: dict[str, Any], desk: Path, asked: list[str]) -> None:
     """Flower is given the file's content: neither the SuperLink nor a node has the file."""

@@ -187,7 +187,8 @@ class Starting:
         if not federation.insecure:
             trust = {"root-certificates": str(self.folder / "keys" / "ca.crt")}
         address = f"{commands.LOOPBACK}:{federation.port}"
-        config = flower.connect(federation.name, {"address": address, **trust, flower.FOLDER_KEY: str(self.folder)})
+        ours = {flower.FOLDER_KEY: str(self.folder), flower.DATA_KEY: federation.data_dir}
+        config = flower.connect(federation.name, {"address": address, **trust, **ours})
         self.report(f"{config}: connection {federation.name}")
         for number in range(federation.nodes):
             if not federation.insecure and number not in federation.registered:

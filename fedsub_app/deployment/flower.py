@@ -39,6 +39,7 @@ CPUS, GPUS, ALL_CPUS = (
     f"options.backend.{key}" for key in ("client-resources.num-cpus", "client-resources.num-gpus", "init-args.num-cpus")
 )
 FOLDER_KEY = "fedsub-federation"  # of a connection, which Flower ignores: the folder of a federation on this machine
+DATA_KEY = "fedsub-data-dir"  # as well: the folder of data sets that the federation was started with
 CERTIFICATE_KEY = "fedsub-certificate"  # as well: a user's certificate, beside which its key lies
 NOT_SHOWN = (  # of a run's log: Flower's default number of nodes, which the connection sets, and a later version of Ray
     "Since flwr 1.32, default simulated SuperNodes",
@@ -213,13 +214,13 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     from fedsub_app.runs.recorded import new_folder, settings_of
 
     settings = settings_of(overrides)  # fail early
-    if connections().get(connection, {}).get("address") == LOCAL:
+    if (table := connections().get(connection, {})).get("address") == LOCAL:
         superlink()  # raises where it is of others
     # An experiment's file of this machine is not in the bundle: its keys are sent.
     overrides = settings.flat() | {"experiment": ""} if is_file(str(overrides.get("experiment"))) else dict(overrides)
-    if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in connections().get(connection, {}):
+    if connection in (CONNECTION, CLUSTER) or FOLDER_KEY in table:
         # The SuperLink, on this machine, has its own working directory and the environment of its first start.
-        if data := settings.data_dir or os.environ.get("FEDSUB_DATA"):
+        if data := settings.data_dir or table.get(DATA_KEY) or os.environ.get("FEDSUB_DATA"):
             overrides["data-dir"] = str(Path(str(data)).expanduser().resolve())
         if settings.start_from:
             overrides["start-from"] = str(Path(settings.start_from).expanduser().resolve())
