@@ -22,6 +22,7 @@ class Case(NamedTuple):
     clients: int
     rounds: int
     folder: Path  # of the images
+    device: str = "cpu"
 
     @property
     def samples(self) -> int:
@@ -30,7 +31,7 @@ class Case(NamedTuple):
 
     def settings(self) -> dict[str, Value]:
         """Return fedsub's."""
-        about = experiment(self.folder, self.clients, 1, self.rounds + 1, "cpu")
+        about = experiment(self.folder, self.clients, 1, self.rounds + 1, self.device)
         return about | {"model": self.network, "run-dir": str(self.folder / "run")}
 
     def model(self) -> torch.nn.Module:
@@ -79,7 +80,9 @@ class Clock:
         self.times: list[float] = []
 
     def tick(self, *_: object, **__: object) -> None:
-        """Note the time."""
+        """Note the time, when the GPU has done all that it was given."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.times.append(time.perf_counter())
 
     def done(self, model: torch.nn.Module) -> Done:

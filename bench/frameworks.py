@@ -52,8 +52,8 @@ def blazefl(case: Case) -> Done:
     from blazefl.contrib import fedavg  # type: ignore[import-not-found]
 
     about: Json = {
-        "model_selector": Selector(case), "model_name": case.network, "dataset": Parts(case.data()), "device": "cpu",
-        "num_clients": case.clients, "batch_size": BATCH, "seed": 0,
+        "model_selector": Selector(case), "model_name": case.network, "dataset": Parts(case.data()),
+        "device": case.device, "num_clients": case.clients, "batch_size": BATCH, "seed": 0,
     }  # fmt: skip
     handler = fedavg.FedAvgBaseServerHandler(global_round=case.rounds + 1, sample_ratio=1.0, **about)
     trainer = fedavg.FedAvgBaseClientTrainer(**about, epochs=1, lr=LR)
@@ -77,6 +77,7 @@ def fluke(case: Case) -> Done:
     from fluke.server import Server  # type: ignore[import-not-found]
 
     FlukeENV().set_eval_cfg(server=False)
+    FlukeENV().set_device(case.device)
     optimizer = OptimizerConfigurator(DDict(name="SGD", lr=LR), DDict(name="StepLR", step_size=1, gamma=1))
     clients = [
         Client(
@@ -175,7 +176,7 @@ def flbench(case: Case) -> Done:
         args=OmegaConf.create({"common": common}),
         dataset=dataset,
         data_indices=[{"train": each.tolist(), "val": [], "test": []} for each in places],
-        device=torch.device("cpu"),
+        device=torch.device(case.device),
         return_diff=False,
     )
     public = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -199,6 +200,8 @@ def flower(case: Case) -> Done:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
+    if case.device != "cpu":
+        raise NotImplementedError("this Flower app trains on the CPU")
     data, clock, client, server = case.data(), Clock(), ClientApp(), ServerApp()
     last = case.model()
 

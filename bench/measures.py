@@ -187,7 +187,7 @@ def _over_loop(effort: Effort, device: str, workers: int) -> Result:
 
 def worker_grid(_: Any, overrides: Any, workers: int) -> Any:
     """Return the local engine's grid with so many processes, as ``run_local`` wants it."""
-    return local_grid("fedsub_app.client_app", overrides, workers)
+    return local_grid("fedsub_app.client_app", overrides, workers, fork=overrides["device"] != "cuda")
 
 
 # --- evaluated_over_pool ----------------------------------------------------------------------------------------------

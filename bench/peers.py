@@ -4,6 +4,7 @@
 
     python -m bench.peers install FOLDER    # BlazeFL, fluke, pfl and FL-bench, each into a folder of its own
     python -m bench.peers run FOLDER [--network NAME…] [--clients N…] [--peers NAME…] [--rounds 4] [--repeats 3]
+                                     [--device cuda]
     python -m bench.peers table
 
 All peers do the same training: images of CIFAR's shape that a class has in common and noise, shared out to the clients
@@ -63,14 +64,14 @@ PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python
 
 def loop(case: Case, kind: type[PlainClients] = PlainClients, epochs: int = 1) -> Done:
     """One client after the other in one process."""
-    clients = kind(case.data(), epochs, BATCH, "cpu", case.network)
+    clients = kind(case.data(), epochs, BATCH, case.device, case.network)
     seconds = loop_rounds(clients, case.rounds + 1)[1:]
     return Done(seconds, clients.steps, clients.steps * BATCH, clients.state)
 
 
 def share(case: Case, worker: int) -> PlainClients:
     """Return the clients of one of the pool's processes."""
-    return PlainClients(case.data()[worker::WORKERS], 1, BATCH, "cpu", case.network)
+    return PlainClients(case.data()[worker::WORKERS], 1, BATCH, case.device, case.network)
 
 
 def pool(case: Case) -> Done:
@@ -80,23 +81,25 @@ def pool(case: Case) -> Done:
         return Done(seconds, None, (case.rounds + 1) * case.clients * case.samples, ideal.state)
 
 
-def fedsub(case: Case, workers: int, own: dict[str, Value] | None = None) -> Done:
+def fedsub(case: Case, workers: int, keys: dict[str, Value] | None = None) -> Done:
     """The local engine."""
     from fedsub_app.runs.loop import run_experiment
     from fedsub_app.training.costs import training_flops
     from fedsub_app.training.problem import Problem
 
-    settings = case.settings() | (own or {})
+    settings = case.settings() | (keys or {})
+    prunes = settings["method"] == "subfedavg"
     grid = worker_grid(None, settings, workers)
     run_experiment(grid, resolve(settings))
     grid.close()
     folder = case.folder / "run"
     lines, model = read_rounds(folder), read_run(folder).model()
-    if own and lines[-1]["pruned-fraction"] < 0.49:
+    if prunes and lines[-1]["pruned-fraction"] < 0.49:
         raise RuntimeError("not all clients have pruned")
     problem = Problem.of(resolve(settings))
     each = training_flops(problem, build_model(case.network, IMAGE, CLASSES, 0))
-    samples = None if own else round(sum(line.get("flops", 0.0) for line in lines) / each)  # pruning has its own FLOPs
+    flops = sum(line.get("flops", 0.0) for line in lines)
+    samples = None if prunes else round(flops / each)  # pruned networks have FLOPs of their own
     return Done([line["seconds"] for line in counted(lines, 1)], None, samples, model.state_dict())
 
 
@@ -105,16 +108,19 @@ def peers() -> dict[str, Callable[[Case], Done]]:
     return {
         "loop": loop,
         "fedsub": partial(fedsub, workers=1),
+        "fedsub, stacked": partial(fedsub, workers=1, keys={"stack-clients": True}),
+        "fedsub, compiled": partial(fedsub, workers=1, keys={"compile-steps": True}),
         "BlazeFL": frameworks.blazefl,
         "fluke": frameworks.fluke,
         "pfl": frameworks.pfl,
         "FL-bench": frameworks.flbench,
         "ideal pool, two": pool,
         "fedsub, two": partial(fedsub, workers=WORKERS),
+        "fedsub, four": partial(fedsub, workers=4),
         "Flower, two": frameworks.flower,
         "masked loop": partial(loop, kind=MaskedClients, epochs=2),
-        "Sub-FedAvg": partial(fedsub, workers=1, own=SUBFEDAVG),
-        "Sub-FedAvg, two": partial(fedsub, workers=WORKERS, own=SUBFEDAVG),
+        "Sub-FedAvg": partial(fedsub, workers=1, keys=SUBFEDAVG),
+        "Sub-FedAvg, two": partial(fedsub, workers=WORKERS, keys=SUBFEDAVG),
     }
 
 
@@ -129,10 +135,10 @@ def write_images(case: Case) -> None:
     np.savez(case.folder / f"{DATASET}.npz", allow_pickle=False, **arrays)
 
 
-def measure(name: str, network: str, clients: int, rounds: int) -> Json:
+def measure(name: str, network: str, clients: int, rounds: int, device: str) -> Json:
     """Return a run's line of the file."""
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:
-        case = Case(network, clients, rounds, Path(folder))
+        case = Case(network, clients, rounds, Path(folder), device)
         write_images(case)
         torch.manual_seed(0)
         done = peers()[name](case)
@@ -146,7 +152,8 @@ def measure(name: str, network: str, clients: int, rounds: int) -> Json:
     for package in ("torch", "flwr", "blazefl", "fluke-fl", "pfl"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    about = {"network": network, "clients": clients, "each": case.samples, "rounds": rounds, "commit": commit()}
+    about = {"network": network, "clients": clients, "device": device, "each": case.samples, "rounds": rounds}
+    about["commit"] = commit()
     return about | done._asdict() | {"peer": name, "loss": losses, "versions": versions, "state": None}
 
 
@@ -169,9 +176,11 @@ def main() -> int:
     one.add_argument("network")
     one.add_argument("clients", type=int)
     one.add_argument("rounds", type=int)
+    for part in (run, one):
+        part.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     if options.command == "one":
-        print(json.dumps(measure(options.name, options.network, options.clients, options.rounds)))
+        print(json.dumps(measure(options.name, options.network, options.clients, options.rounds, options.device)))
     elif options.command == "install":
         for name, (url, revision) in CLONES.items():
             subprocess.run(["git", "clone", "--quiet", url, str(options.folder / name)], check=True)
@@ -188,7 +197,8 @@ def main() -> int:
 
 def read() -> list[Json]:
     """Return the runs of the file."""
-    return [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.exists() else []
+    lines = OUT.read_text().splitlines() if OUT.exists() else []
+    return [{"device": "cpu"} | json.loads(line) for line in lines]
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -199,7 +209,8 @@ def run_all(options: argparse.Namespace) -> None:
             for number in range(options.repeats):
                 for name in options.peers:
                     about = (network, clients, name)
-                    there = [run for run in read() if (run["network"], run["clients"], run["peer"]) == about]
+                    keys = ("network", "clients", "peer", "device")
+                    there = [run for run in read() if tuple(run[key] for key in keys) == (*about, options.device)]
                     if len(there) <= number:
                         _run(options, *about)
 
@@ -207,6 +218,7 @@ def run_all(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace, network: str, clients: int, name: str) -> None:
     path = os.pathsep.join(str(folder) for folder in ((options.folder / name).resolve(), PROJECT))
     command = [sys.executable, "-m", "bench.peers", "one", name, network, str(clients), str(options.rounds)]
+    command += ["--device", options.device]
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:  # what a framework writes
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -222,14 +234,15 @@ def _run(options: argparse.Namespace, network: str, clients: int, name: str) -> 
 
 def table(runs: Sequence[Json]) -> str:
     """Return the minima of all rounds as a Markdown table; ``same``: steps, samples and loss are like the loop's."""
-    cases: dict[tuple[str, int], dict[str, list[Json]]] = {}
+    cases: dict[tuple[str, int, str], dict[str, list[Json]]] = {}
     for run in runs:
-        cases.setdefault((run["network"], run["clients"]), {}).setdefault(run["peer"], []).append(run)
+        case = run["network"], run["clients"], run["device"]
+        cases.setdefault(case, {}).setdefault(run["peer"], []).append(run)
     rows = [
-        "| network | clients x samples | | seconds a round, minimum | over its loop | loss | same |",
-        "|---" * 7 + "|",
+        "| network | clients x samples | device | | seconds a round, minimum | over its loop | loss | same |",
+        "|---" * 8 + "|",
     ]
-    for (network, clients), each in cases.items():
+    for (network, clients, device), each in cases.items():
         for name in (known for known in peers() if known in each):
             masked = name == "masked loop" or name.startswith("Sub-FedAvg")
             own, least = each[name], min(second for run in each[name] for second in run["seconds"])
@@ -238,7 +251,8 @@ def table(runs: Sequence[Json]) -> str:
             same = "yes" if usual and all(alike(run, usual[0]) for run in own) else "no"
             first, last = own[0]["loss"]
             size = f"{clients:,} x {own[0]['each']}"
-            rows.append(f"| {network} | {size} | {name} | {least:.3f} | {over} | {first:.2f} to {last:.2f} | {same} |")
+            loss = f"{first:.2f} to {last:.2f}"
+            rows.append(f"| {network} | {size} | {device} | {name} | {least:.3f} | {over} | {loss} | {same} |")
     return "\n".join(rows)
 
 
