@@ -1,26 +1,29 @@
 """GPUs: on a pretended one every method gives the CPU's numbers; what is refused, written down and shared out.
 
-With a GPU, ``pytest -m gpu`` runs every method on it.
+With a GPU, ``pytest -m gpu`` checks on it what docs/gpu.md promises.
 """
 
 import gc
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import METHOD_KEYS, rounds
+from helpers import METHOD_KEYS, result, rounds
 from pretended_gpu import Counts, pretended_gpu
 from safetensors.torch import load_file
 
 from fedsub_app.common.device import VISIBLE, device_facts, pick_device, visible_gpus
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
+from fedsub_app.common.tensors import Json
 from fedsub_app.federation.workers import WorkerGrid
-from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs import directory
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., Any]
@@ -163,11 +166,117 @@ def test_workers_take_the_gpus_in_turn(run_local: Run, monkeypatch: pytest.Monke
     assert os.environ[VISIBLE] == "GPU-a,GPU-b"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_runs_on_a_real_gpu(run_local: Run, method: str) -> None:
-    keys = CONVOLUTIONS | {"method": method, "num_clients": 3, "device": "cuda"} | METHOD_KEYS[method]
-    found = [run_local(str(number), **keys)[1] for number in range(2)]
-    assert rounds(found[0]) == rounds(found[1])
-    assert not any(line.get("dropped") for line in rounds(found[0]))
+REAL: dict[str, Value] = CONVOLUTIONS | {"num_clients": 3, "validation_fraction": 0.2, "device": "cuda"}
+REAL |= {"evaluate": "global,global-local,personal"}
+
+
+def real_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a GPU."""
+    for mark in (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")):
+        test = mark(test)
+    return test
+
+
+def agree(one: Path, other: Path) -> None:
+    """Two runs have the same model up to rounding, which Adam's first steps enlarge; none dropped a client."""
+    assert not any(line.get("dropped") for folder in (one, other) for line in rounds(folder))
+    here, there = (load_file(folder / "model.safetensors") for folder in (one, other))
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
+
+
+@real_gpu
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_a_real_gpu_gives_the_same_bits_twice(run_local: Run, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = REAL | {"method": method} | METHOD_KEYS[method]
+    _, once = run_local("once", **keys)
+    log_round = directory.Run.log_round
+
+    def stopped(run: directory.Run, line: Json) -> None:
+        log_round(run, line)
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.Run, "log_round", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_local("again", **keys)
+    workplace.cache_clear()
+    _, again = run_local("again", **keys, resume=True)
+    assert result(once) == result(again)
+    assert not any(line.get("dropped") for line in rounds(once))
+
+
+@real_gpu
+@pytest.mark.parametrize("method", METHOD_KEYS)
+def test_a_real_gpu_agrees_with_the_cpu(run_local: Run, method: str) -> None:
+    keys = REAL | {"method": method} | METHOD_KEYS[method]
+    _, gpu = run_local("gpu", **keys)
+    workplace.cache_clear()
+    _, cpu = run_local("cpu", **keys | {"device": "cpu"})
+    agree(cpu, gpu)
+
+
+@real_gpu
+@pytest.mark.parametrize("method", FEW)
+def test_workers_that_share_a_real_gpu_compute_the_same(run_local: Run, method: str) -> None:
+    keys = REAL | BATCH_NORM | {"method": method} | METHOD_KEYS[method]
+    _, alone = run_local("alone", **keys)
+    with ExitStack() as stack:
+
+        def two(_: Any, overrides: Any) -> WorkerGrid:
+            return stack.enter_context(closing(WorkerGrid("fedsub_app.client_app", overrides, 2, "spawn")))
+
+        _, shared = run_local("shared", two, **keys)
+    assert result(alone) == result(shared)
+
+
+@real_gpu
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ist", "moon", "fedrep"])
+def test_clients_train_together_on_a_real_gpu(run_local: Run, method: str) -> None:
+    keys = REAL | {"method": method, "num_clients": 5} | METHOD_KEYS[method]
+    _, apart = run_local("apart", **keys)
+    workplace.cache_clear()
+    _, together = run_local("together", **keys, stack_clients=True)
+    agree(apart, together)
+
+
+@real_gpu
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "scaffold", "model": "feature-mlp"},
+        {"method": "fedprox", "model": "lenet5-bn", "image_size": 16},
+        {"method": "fedavg", "model": "lenet5", "image_size": 16, "optimizer": "adam", "lr": 0.002},
+    ],
+)
+def test_compiled_steps_are_graphs_on_a_real_gpu(run_local: Run, keys: dict[str, Value]) -> None:
+    keys = REAL | {"local_epochs": 2} | keys
+    _, eager = run_local("eager", **keys)
+    workplace.cache_clear()
+    _, compiled = run_local("compiled", **keys, compile_steps=True)
+    agree(eager, compiled)
+
+
+@real_gpu
+def test_a_real_gpu_may_compute_faster_and_not_repeatably(run_local: Run) -> None:
+    keys = REAL | BATCH_NORM | {"method": "fedavg", "optimizer": "adam"}
+    _, exact = run_local("exact", **keys)
+    workplace.cache_clear()
+    _, fast = run_local("fast", **keys, gpu_exact=False)
+    assert torch.backends.cudnn.allow_tf32
+    for one, other in zip(rounds(exact), rounds(fast), strict=True):
+        assert other["global-accuracy"] == pytest.approx(one["global-accuracy"], abs=15)
+
+
+@real_gpu
+def test_a_real_gpu_without_memory_ends_the_run(run_local: Run) -> None:
+    keys = REAL | {"method": "fedavg", "model": "resnet18-gn", "image_size": 32}
+    torch.cuda.set_per_process_memory_fraction(1e-4)  # some megabytes
+    try:
+        with pytest.raises(RunFailed, match=r"out of memory: OutOfMemoryError: .*--resume .* goes on"):
+            run_local("run", **keys)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+    summary, _ = run_local("run", **keys, resume=True)
+    assert summary["status"] == "completed"
