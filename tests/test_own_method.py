@@ -141,6 +141,21 @@ def test_what_is_no_method_is_one_line(keys: dict[str, Any], line: str, tmp_path
         resolve(keys | {"method": keys["method"].replace("TAKEN", str(taken))})
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"strategy": library.Client}, "strategy = Client: must be a class derived from SubnetStrategy"),
+        ({"client": library.SubnetStrategy}, "client = SubnetStrategy: must be a class derived from Client"),
+        ({"client": "base:time"}, "client = <module 'time' .*>: must be a class derived from Client"),
+        ({"settings": library.MethodSettings()}, r"settings = MethodSettings\(\): must be a class derived from .*"),
+    ],
+)
+def test_a_method_of_other_classes_is_one_line(keys: dict[str, Any], said: str) -> None:
+    """A client and a strategy that are exchanged, an instance, and a place that holds no class."""
+    with pytest.raises(UserError, match=f"^Method: {said}$"):
+        _ = Method("", **keys).client
+
+
 def test_two_files_of_one_name_and_a_file_that_fails(tmp_path: Path) -> None:
     resolve({"method": OURS})
     other = tmp_path / "other.py"

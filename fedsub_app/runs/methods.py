@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.own_code import named_code, section_of
@@ -47,11 +47,19 @@ class Late(Generic[Class]):
             return self.default  # type: ignore[return-value]
         value = vars(instance)[self.name]
         if isinstance(value, str):
-            value = vars(instance)[self.name] = resolve_name(f"{self.package}.{value}")
+            value = vars(instance)[self.name] = self._checked(resolve_name(f"{self.package}.{value}"))
         return value  # type: ignore[no-any-return]
 
     def __set__(self, instance: object, value: Class | str) -> None:
-        vars(instance)[self.name] = value
+        vars(instance)[self.name] = value if isinstance(value, str) else self._checked(value)
+
+    def _checked(self, found: Any) -> Any:
+        """Return a class of this attribute's base; :class:`UserError` for anything else."""
+        base: Any = resolve_name(f"{self.package}.{self.default}") if isinstance(self.default, str) else self.default
+        if not isinstance(found, type) or not issubclass(found, base):
+            named = found.__name__ if isinstance(found, type) else shown(found)
+            raise UserError(f"Method: {self.name} = {named}: must be a class derived from {base.__name__}")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
