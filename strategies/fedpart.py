@@ -153,13 +153,13 @@ class FedPart(SubnetStrategy):
                 weights = [max(value, 0.0) for value in similarities]
             else:
                 report["similarity-fallback"] = True
-            model = self.weighted(self.current, updates, weights, self.settings.server_lr)
+            model = self.averaged(self.current, updates, weights, self.settings.server_lr)
         else:
             model = super().merge(mean, updates).model
         moments = self.moments if momentum == "none" else self.moments | self.merged_moments(updates, weights)
         return Merged(model, {"changed": changed, "has": has, "moments": moments}, report)
 
-    def weighted(self, old: Tensors, updates: Sequence[Update], weights: Sequence[float], lr: float = 1.0) -> Tensors:
+    def averaged(self, old: Tensors, updates: Sequence[Update], weights: Sequence[float], lr: float = 1.0) -> Tensors:
         """Return the weighted mean of the updates' tensors that ``old`` has and the round trains."""
         each = [Contribution(chosen(u.tensors, old), None, w) for u, w in zip(updates, weights, strict=True)]
         return masked_mean(old, each, lr)
@@ -177,7 +177,7 @@ class FedPart(SubnetStrategy):
         zeros = {f"{kind}{name}": torch.zeros_like(self.current[name]) for kind in (FIRST, SECOND) for name in names}
         steps = torch.stack([update.tensors[STEPS] for update in updates]).amax(0)
         counts = {f"{STEPS}/{name}": step for name, step in zip(names, steps, strict=True)}
-        return self.weighted(zeros, updates, weights) | counts
+        return self.averaged(zeros, updates, weights) | counts
 
 
 def scheduled_group(options: FedPartSettings, server_round: int, groups: int, seed: int) -> int | None:

@@ -156,6 +156,34 @@ def test_a_method_of_other_classes_is_one_line(keys: dict[str, Any], said: str) 
         _ = Method("", **keys).client
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "hook"),
+    [
+        (library.SubnetStrategy, "contributions", "contribution"),
+        (library.SubnetStrategy, "mrege", "merge"),
+        (library.SubnetStrategy, "setUp", "setup"),
+        (library.SubnetStrategy, "remember", "remembers"),
+        (library.Client, "fitt", "fit"),
+        (METHODS["ist"].strategy, "unit_of", "units_of"),
+    ],
+)
+def test_a_misspelled_hook_is_one_line(base: type, name: str, hook: str) -> None:
+    """Also in a base of the user's own; a class of that name alone would be FedAvg without a message."""
+    theirs = type("Theirs", (base,), {name: ()})
+    key = "client" if base is library.Client else "strategy"
+    for found in (theirs, type("Mine", (theirs,), {})):
+        with pytest.raises(UserError, match=rf"^Theirs\.{name}: not a hook; did you mean {hook}\? A helper's name may"):
+            Method("", **{key: found})
+    Method("", **{key: type("Mine", (base,), {f"_{name}": (), "helper": (), "momentum": 0.9})})
+
+
+def test_no_method_of_ours_misspells_a_hook() -> None:
+    """A class at its place in the register is checked as a user's is; one derived from it may override all it has."""
+    for method in METHODS.values():
+        bases = method.strategy, method.client
+        Method("", method.settings, *(type("Mine", (of,), {n: 0 for n in dir(of) if n[0] != "_"}) for of in bases))
+
+
 def test_two_files_of_one_name_and_a_file_that_fails(tmp_path: Path) -> None:
     resolve({"method": OURS})
     other = tmp_path / "other.py"

@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # pydantic takes its time
     from fedsub_app.common.section import Value
 
 
-def near(word: str, known: Iterable[str], otherwise: str = "") -> str:
+def near(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
     """Return ``"did you mean …?"`` with the most similar known word, ``otherwise`` where none is similar."""
     lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), lower, n=1)
+    found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
     return f"did you mean {lower[found[0]]}?" if found else otherwise
 
 

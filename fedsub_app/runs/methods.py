@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.own_code import named_code, section_of
 from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import near
 from fedsub_app.settings import MethodSettings
 from strategies import settings as keys
 from strategies import sparse_settings as sparse_keys
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from strategies.base import SubnetStrategy
 
 Class = TypeVar("Class")
+PACKAGES = ("client_apps", "fedsub_app", "strategies")  # whose classes are checked where they are a method's own
 
 
 class Late(Generic[Class]):
@@ -59,7 +61,20 @@ class Late(Generic[Class]):
         if not isinstance(found, type) or not issubclass(found, base):
             named = found.__name__ if isinstance(found, type) else shown(found)
             raise UserError(f"Method: {self.name} = {named}: must be a class derived from {base.__name__}")
+        if base not in (found, MethodSettings):
+            check_hooks(found)
         return found
+
+
+def check_hooks(found: type) -> None:
+    """Raise :class:`UserError` if a name of the class, or of the user's base of it, is nearly a name of its bases."""
+    for place, each in enumerate(found.__mro__):
+        if place and each.__module__.partition(".")[0] in PACKAGES:
+            continue
+        known = {name for base in found.__mro__[place + 1 :] for name in vars(base) if name[0] != "_"}
+        for name in vars(each):
+            if name[0] != "_" and name not in known and (hint := near(name, known, cutoff=0.8)):
+                raise UserError(f"{each.__name__}.{name}: not a hook; {hint} A helper's name may begin with '_'")
 
 
 @dataclass(frozen=True, eq=False)
