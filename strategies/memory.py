@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Tensors, unprefixed
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 
@@ -15,16 +15,20 @@ Memory = Tensor | Tensors | list[Tensors]  # a list has an entry for each client
 
 def flattened(values: Mapping[str, Memory]) -> Tensors:
     """Return remembered values as named tensors: ``name``, ``name/key`` or ``name/client/key``, bools as bits."""
-    tensors = dict(_leaves("", values))
+    tensors = dict(leaves("", values))
     return tensors | pack_bits({name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool})
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of remembered values; :class:`UserError` for anything else."""
     if isinstance(value, Tensor):
         yield name, value
         return
+    if not isinstance(value, list | Mapping):
+        kinds = "a tensor, a dict of tensors or a list of such dicts"
+        raise UserError(f"remembers {name!r}, which is {shown(value)}: must be {kinds}")
     for key, each in enumerate(value) if isinstance(value, list) else value.items():
-        yield from _leaves(f"{name}/{key}" if name else str(key), each)
+        yield from leaves(f"{name}/{key}" if name else str(key), each)
 
 
 def restored(state: Tensors, values: Mapping[str, Memory]) -> dict[str, Memory]:

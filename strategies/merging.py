@@ -17,6 +17,7 @@ from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean
 from fedsub_app.subnets.robust import RobustMean, clipped
 from strategies.hooks import Hooks, Merged
+from strategies.server import returned
 
 
 class Valid(NamedTuple):
@@ -88,7 +89,7 @@ class Merging:
 
     def contribution(self, update: Update) -> Contribution:
         """Return the part of an update that is summed."""
-        return self._strategy.contribution(update)
+        return returned(self._strategy, "contribution", self._strategy.contribution(update), Contribution)
 
     def add(self, valid: Valid) -> None:
         update, contribution, norms = valid
@@ -135,7 +136,7 @@ class Merging:
         start = time.perf_counter()
         least, old = self._strategy.settings.min_contributors, self._strategy.current
         kept = {name: (count < least, old[name]) for name, count in self._contributors.items()}
-        merged = self._strategy.merge(_Kept(self._mean, kept), self.updates)
+        merged = self._strategy.outcome(self._strategy.merge(_Kept(self._mean, kept), self.updates))
         self.seconds += time.perf_counter() - start
         return merged
 

@@ -31,6 +31,7 @@ from strategies.harm import ROUND, far_worse, harmless
 from strategies.hooks import Hooks, Merged
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.secure import SecureMerging, check_secure, refusal
+from strategies.server import returned
 
 MAX_COST = 1.5  # with robust: upper bound on a sample's cost, as a multiple of the median client's
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
@@ -69,7 +70,7 @@ def ask(
 
 def with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Task:
     """Return a client's task with the round of the state that it starts from, if it has one."""
-    asked, merged = task(client), int(strategy.state_rounds[client])
+    asked, merged = returned(strategy, "task", task(client), Task), int(strategy.state_rounds[client])
     return replace(asked, config={**asked.config, "state": merged}) if merged else asked
 
 
@@ -170,7 +171,7 @@ def merge_answers(
         phase.report |= {"abandoned": reason}
         return None, MetricRecord(dict(metrics))
     if taken := sorted(merged.report.keys() & phase.report.keys()):
-        raise ValueError(f"{type(strategy).__name__}.merge reports {taken[0]!r}, which the round's line has of its own")
+        raise UserError(f"{type(strategy).__name__}.merge reports {taken[0]!r}, which the round's line has of its own")
     phase.report |= merged.report
     strategy.commit(merged, updates)
     if bounds:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
@@ -24,7 +24,7 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.norms import square
 from fedsub_app.subnets.slices import ALL, select
-from strategies.memory import Memory, flattened, restored
+from strategies.memory import Memory, flattened, leaves, restored
 
 Value = TypeVar("Value")
 KEPT = ("state_rounds", "usual", "good")  # the server's state of every method
@@ -48,6 +48,18 @@ class Merged:
     model: Tensors
     state: Mapping[str, Memory] = field(default_factory=dict)  # new values of remembered attributes; others stay
     report: Json = field(default_factory=dict)
+
+
+def returned(strategy: object, hook: str, value: Any, kind: type[Value]) -> Value:
+    """Return what a hook returned; :class:`UserError` if it is no ``kind``."""
+    if not isinstance(value, kind):
+        place = f"{type(strategy).__name__}.{hook}"
+        raise UserError(f"{place} returned a {type(value).__name__}: must be a strategies.base.{kind.__name__}")
+    return value
+
+
+def _form(x: object) -> object:
+    return (x.dtype, *x.shape) if isinstance(x, Tensor) else type(x)
 
 
 def _normalised(model: nn.Module) -> bool:
@@ -88,7 +100,8 @@ class Server:
         self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
         if unset := [name for name in self.remembers if not hasattr(self, name)]:  # a resume could not restore it
-            raise AttributeError(f"{type(self).__name__}.setup does not set {unset[0]!r}, which it remembers")
+            raise UserError(f"{type(self).__name__}.setup does not set {unset[0]!r}, which it remembers")
+        dict(leaves("", {name: getattr(self, name) for name in self.remembers}))
 
     def setup(self) -> None:
         """Set the method's own attributes; :class:`UserError` for settings that the network rules out."""
@@ -198,14 +211,23 @@ class Server:
         self.federation = federation
         self.facts = facts
 
-    def commit(self, merged: Merged, updates: Sequence[Update]) -> None:
-        """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
+    def outcome(self, merged: Any) -> Merged:
+        """Return what ``merge`` returned; :class:`UserError` if it has another form than the outcome of a round."""
+        said = f"{type(self).__name__}.merge returned"
+        for name, value in vars(returned(self, "merge", merged, Merged)).items():
+            if not isinstance(value, Mapping):
+                raise UserError(f"{said} Merged({name}={shown(value)}): must be a dict")
         if unknown := merged.state.keys() - {*self.remembers}:
-            raise ValueError(f"{type(self).__name__}.merge returned {sorted(unknown)}, which it does not remember")
-        old, new = ({name: (x.dtype, *x.shape) for name, x in of.items()} for of in (self.current, merged.model))
+            raise UserError(f"{said} {sorted(unknown)}, which it does not remember")
+        old, new = ({name: _form(x) for name, x in of.items()} for of in (self.current, merged.model))
         if wrong := [name for name in old | new if old.get(name) != new.get(name)]:
             what = f"{wrong[0]!r} as {new.get(wrong[0])}, in the model it is {old.get(wrong[0])}"
-            raise ValueError(f"{type(self).__name__}.merge returned {what}")
+            raise UserError(f"{said} {what}")
+        dict(leaves("", merged.state))
+        return merged  # type: ignore[no-any-return]
+
+    def commit(self, merged: Merged, updates: Sequence[Update]) -> None:
+        """Make a round's outcome current: the model, the remembered attributes, the rounds of the clients' states."""
         self.current = merged.model
         vars(self).update(merged.state)
         self.state_rounds[[update.client for update in updates if update.state[1] == self.round]] = self.round

@@ -64,10 +64,8 @@ def test_a_client_that_lost_its_state_is_forgotten_alone() -> None:
 
 def test_what_a_method_does_not_remember_is_not_committed() -> None:
     made = strategy()
-    with pytest.raises(ValueError, match=r"SubnetStrategy\.merge returned \['variate'\], which it does not remember"):
-        made.commit(Merged({"w": torch.zeros(3)}, {"variate": {}}), [update(0, (0, 2))])
-    assert made.current["w"].tolist() == [1, 1, 1]
-    assert made.state_rounds.tolist() == [0, 0, 0, 0]
+    with pytest.raises(UserError, match=r"SubnetStrategy\.merge returned \['variate'\], which it does not remember"):
+        made.outcome(Merged({"w": torch.zeros(3)}, {"variate": {}}))
 
 
 @pytest.mark.parametrize("w", [torch.zeros(3, dtype=torch.float64), torch.zeros(1), None])
@@ -75,9 +73,8 @@ def test_a_model_of_another_form_is_not_committed(w: Tensor | None) -> None:
     """All clients would be dropped in the next round."""
     made = strategy()
     said = r"^SubnetStrategy\.merge returned 'w' as .*, in the model it is \(torch.float32, 3\)$"
-    with pytest.raises(ValueError, match=said):
-        made.commit(Merged({} if w is None else {"w": w}), [])
-    assert made.current["w"].tolist() == [1, 1, 1]
+    with pytest.raises(UserError, match=said):
+        made.outcome(Merged({} if w is None else {"w": w}))
 
 
 def test_what_a_method_reports_replaces_nothing(
@@ -85,15 +82,52 @@ def test_what_a_method_reports_replaces_nothing(
 ) -> None:
     result = Merging.result
     monkeypatch.setattr(Merging, "result", lambda self: replace(result(self), report={"train-loss": -5.0}))
-    with pytest.raises(ValueError, match=r"^SubnetStrategy\.merge reports 'train-loss', which the round's line has of"):
+    with pytest.raises(UserError, match=r"^SubnetStrategy\.merge reports 'train-loss', which the round's line has of"):
         run_local(num_rounds=1)
+
+
+@pytest.mark.parametrize(("hook", "kind"), [("task", "Task"), ("contribution", "Contribution"), ("merge", "Merged")])
+def test_a_hook_that_returns_another_kind_ends_the_run(
+    hook: str, kind: str, run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SubnetStrategy, hook, lambda self, *_: self.current)
+    with pytest.raises(
+        UserError, match=rf"^SubnetStrategy\.{hook} returned a dict: must be a strategies\.base\.{kind}$"
+    ):
+        run_local(num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("merged", "said"),
+    [
+        (Merged([]), r"^SubnetStrategy\.merge returned Merged\(model=\[\]\): must be a dict$"),  # type: ignore[arg-type]
+        (Merged({"w": [1]}), "^SubnetStrategy.merge returned 'w' as <class 'list'>, in the model"),  # type: ignore[dict-item]
+        (Merged({"w": torch.ones(3)}, {"step": 0.5}), "^remembers 'step', which is 0.5: must be a tensor, a dict of"),  # type: ignore[dict-item]
+    ],
+)
+def test_an_outcome_of_other_kinds_is_not_committed(merged: Merged, said: str) -> None:
+    made = strategy()
+    made.remembers = ("step",)
+    with pytest.raises(UserError, match=said):
+        made.outcome(merged)
+
+
+def test_what_a_method_remembers_is_made_of_tensors() -> None:
+    class Counting(SubnetStrategy):
+        remembers = ("step",)
+
+        def setup(self) -> None:
+            self.step = {"w": 0.5}
+
+    with pytest.raises(UserError, match=r"^remembers 'step/w', which is 0.5: must be a tensor, a dict of tensors or a"):
+        Counting(resolve({}), torch.nn.Linear(1, 1))
 
 
 def test_what_a_method_remembers_is_set_by_its_setup() -> None:
     class Forgetful(SubnetStrategy):
         remembers = ("variate",)
 
-    with pytest.raises(AttributeError, match=r"^Forgetful\.setup does not set 'variate', which it remembers$"):
+    with pytest.raises(UserError, match=r"^Forgetful\.setup does not set 'variate', which it remembers$"):
         Forgetful(resolve({}), torch.nn.Linear(1, 1))
 
 
