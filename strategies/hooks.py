@@ -65,7 +65,7 @@ class Hooks(Server):
 
         The model is ``x_g + server_lr * (weighted mean of x_i - x_g)`` (McMahan et al. 2017; Reddi et al. 2021),
         position by position over the clients that contribute to it. ``updates`` (at least one, by client id) hold the
-        tensors of :meth:`remembered`. The base commits the outcome, unless the model is not finite or has diverged.
+        tensors of :meth:`remembered`. The base commits the outcome, unless a value is not finite or the model diverged.
         """
         return Merged(mean.result(self.settings.server_lr))
 

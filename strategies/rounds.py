@@ -29,6 +29,7 @@ from strategies.clock import Clock
 from strategies.direction import agreeing
 from strategies.harm import ROUND, far_worse, harmless
 from strategies.hooks import Hooks, Merged
+from strategies.memory import leaves
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.secure import SecureMerging, check_secure, refusal
 from strategies.server import returned
@@ -195,9 +196,9 @@ def _merged(strategy: Hooks, merging: Merging, diverged: int) -> tuple[Merged | 
         merged = merging.result()
     except Unopened as error:
         return None, str(error)
-    broken = [name for name, tensor in merged.model.items() if not finite(tensor)]
-    if broken:  # finite values of clients may add up to infinity
-        return None, f"the mean of {broken[0]!r} is not finite"
+    values = (*merged.model.items(), *leaves("", merged.state))
+    if broken := [name for name, tensor in values if not finite(tensor)]:  # finite values may add up to infinity
+        return None, f"{type(strategy).__name__}.merge returned {broken[0]!r} with NaN or infinite values"
     loss = strategy.facts.loss(merged.model) if strategy.facts else 0.0
     if not loss <= strategy.score.losses[1]:
         return None, f"diverged: the merged model's loss is {loss:g}"

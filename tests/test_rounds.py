@@ -112,6 +112,18 @@ def test_an_outcome_of_other_kinds_is_not_committed(merged: Merged, said: str) -
         made.outcome(merged)
 
 
+@pytest.mark.parametrize(
+    "state", [{"step": torch.tensor(float("nan"))}, {"step": [{"w": torch.tensor([1, -torch.inf])}]}]
+)
+def test_a_state_that_is_not_finite_is_not_committed(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SubnetStrategy, "remembers", ("step",))
+    monkeypatch.setattr(SubnetStrategy, "setup", lambda self: setattr(self, "step", torch.ones(1)))
+    monkeypatch.setattr(SubnetStrategy, "merge", lambda self, mean, updates: Merged(mean.result(), state))
+    assert outcome(strategy(), 2).startswith("SubnetStrategy.merge returned 'step")
+    state["step"] = torch.tensor([3, 4])
+    assert outcome(strategy(), 2) == ""
+
+
 def test_what_a_method_remembers_is_made_of_tensors() -> None:
     class Counting(SubnetStrategy):
         remembers = ("step",)
