@@ -37,9 +37,9 @@ quick: .venv/installed
 slow: setup
 	$(PYTEST) -m slow --timeout 3600 $(ARGS)
 
-# make test-method M=fedfoo: what holds of every method, of this one, and its own file.
+# make test-method M=fedfoo: what holds of every method, of this one, and its own file. M=/path/mine.py:Foo: the first.
 test-method: setup
-	$(PYTEST) $(TWO) -k "$(M) or $(subst -,_,$(M))" $(ARGS)
+	FEDSUB_TEST_METHOD="$(M)" $(PYTEST) $(TWO) -k "$(M) or $(subst -,_,$(M))" $(if $(findstring :,$(M)),tests/test_methods.py) $(ARGS)
 
 # The copy of the defaults in pyproject.toml, which Flower reads.
 settings: setup

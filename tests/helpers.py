@@ -36,7 +36,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.federation.wire import pack, read_update, unpack_reply, update_part
 from fedsub_app.models import build_model
 from fedsub_app.runs import config
-from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.methods import METHODS, register_outside
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
@@ -139,6 +139,8 @@ METHOD_KEYS: dict[str, dict[str, Value]] = {
     "local": {},
     "fedpews": {"fedpews__warmup_rounds": 2},
 }
+if register_outside(OUTSIDE := os.environ.get("FEDSUB_TEST_METHOD", "")):  # `make test-method M=FILE.py:NAME`
+    METHOD_KEYS[OUTSIDE] = {}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Methods from outside: of a user's file and of an installed package; the same numbers as in the register."""
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -182,6 +184,17 @@ def test_no_method_of_ours_misspells_a_hook() -> None:
     for method in METHODS.values():
         bases = method.strategy, method.client
         Method("", method.settings, *(type("Mine", (of,), {n: 0 for n in dir(of) if n[0] != "_"}) for of in bases))
+
+
+def test_the_tests_of_every_method_take_a_files_method(tmp_path: Path) -> None:
+    """As `make test-method M=FILE.py:NAME` starts them."""
+    (tmp_path / "mine.py").write_text(Path(FILE).read_text())
+    mine = f"{tmp_path}/mine.py:FedAvgM"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_methods.py", "-k"]
+    variables = os.environ | {"FEDSUB_TEST_METHOD": mine}
+    chosen = [*command, f"{mine} and (does_not_change or flops)"]
+    done = subprocess.run(chosen, cwd=PROJECT, env=variables, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout[-3000:]
 
 
 def test_two_files_of_one_name_and_a_file_that_fails(tmp_path: Path) -> None:
