@@ -12,6 +12,7 @@ FedProx and MOON are FedAvg with an objective that any method can take (``traini
   enters the network's last linear layer; no projection head is added to the networks of the other methods.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from strategies.base import SubnetStrategy
 
 Class = TypeVar("Class")
+log = logging.getLogger("fedsub")
 PACKAGES = ("client_apps", "fedsub_app", "strategies")  # whose classes are checked where they are a method's own
 
 
@@ -67,14 +69,14 @@ class Late(Generic[Class]):
 
 
 def check_hooks(found: type) -> None:
-    """Raise :class:`UserError` if a name of the class, or of the user's base of it, is nearly a name of its bases."""
+    """Warn of names of the class, or of the user's base of it, that are nearly names of its bases."""
     for place, each in enumerate(found.__mro__):
         if place and each.__module__.partition(".")[0] in PACKAGES:
             continue
         known = {name for base in found.__mro__[place + 1 :] for name in vars(base) if name[0] != "_"}
         for name in vars(each):
             if name[0] != "_" and name not in known and (hint := near(name, known, cutoff=0.8)):
-                raise UserError(f"{each.__name__}.{name}: not a hook; {hint} A helper's name may begin with '_'")
+                log.warning("%s.%s: not a hook; %s A helper's name may begin with '_'", each.__name__, name, hint)
 
 
 @dataclass(frozen=True, eq=False)
