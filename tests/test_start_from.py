@@ -109,6 +109,8 @@ def test_lora_begins_with_the_adapters_of_a_run(run_local: Run) -> None:
     _, first = run_local("first", num_rounds=1, **keys)
     _, second = run_local("second", num_rounds=1, start_from=str(first), **keys)
     assert rounds(second)[0]["global-loss"] == rounds(first)[-1]["global-loss"]
+    with pytest.raises(UserError, match=r"^lora-alpha = 32: must be 16, as in start-from = '.*first'$"):
+        run_local("third", start_from=str(first), lora_alpha=32.0, **keys)
 
 
 @pytest.fixture

@@ -85,7 +85,8 @@ def start_file(settings: Settings) -> Path:
 def started(problem: Problem, settings: Settings) -> Problem:
     """Return the problem with the initial global model that ``start-from`` names.
 
-    UserError: the file is not there or damaged, its tensors are not those of the network, or its run has another base.
+    UserError: the file is not there or damaged, its tensors are not those of the network, or its run has another base
+    or another ``lora-alpha``.
     """
     said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
     named = Path(str(settings.start_from)).expanduser()
@@ -103,7 +104,11 @@ def started(problem: Problem, settings: Settings) -> Problem:
         if not bool(given[name].isfinite().all()):
             raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
     if path != named and (base := base_digest(network)):
-        check_base(settings.model, base, read_recorded(named).get("base", ""), f"that of {said[:-1]}")
+        recorded = read_recorded(named)
+        check_base(settings.model, base, recorded.get("base", ""), f"that of {said[:-1]}")
+        alpha = recorded["settings"].get("lora-alpha", settings.lora_alpha)
+        if settings.trainable == "lora" and alpha != settings.lora_alpha:
+            raise UserError(f"lora-alpha = {settings.lora_alpha:g}: must be {alpha:g}, as in {said[:-1]}")
     begun = copy(problem)  # with the frozen base, which the process has once
     object.__setattr__(begun, "start", {name: given[name] for name in own})
     return begun
