@@ -106,6 +106,21 @@ def test_what_peft_and_transformers_load_computes_the_same(
     assert (logits(plain(bert)) - expected).abs().max() > 0.01
 
 
+def test_tensors_that_the_weights_lack_are_named(
+    keys: dict[str, Any], bert: Path, run_local: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a run that begins with another one's model they come from there. Weights of another network are refused."""
+    caplog.set_level("INFO", "fedsub")
+    _, first = run_local("first", **keys | {"num_rounds": 1}, method="fedit", num_clients=2)
+    noted = f"note: model = 'transformers:{bert}': its weights lack classifier.bias, classifier.weight, which start"
+    assert [line[: len(noted)] for line in caplog.messages if line.startswith("note: model")] == [noted]
+    caplog.clear()
+    run_local("second", **keys | {"num_rounds": 1}, method="fedit", num_clients=2, start_from=str(first))
+    assert not [line for line in caplog.messages if line.startswith("note: model")]
+    with pytest.raises(UserError, match="ValueError: weights: 39 of 41 tensors are lacking or of another shape, as 'b"):
+        run_local("third", **keys | {"model_options": "pretrained=True, hidden_size=16"})
+
+
 def test_a_clients_own_model_and_what_has_no_adapter(
     keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,15 @@ def with_weights(net: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     own = net.state_dict()
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     fresh = [name for name in own if name not in fitting and own[name].is_floating_point()]
-    if len(fresh) > MOST_FRESH:
-        of = f"{len(fresh)} of {len(own)} tensors"
-        raise ValueError(f"weights: {of} are lacking or of another shape, as {fresh[0]!r}")
     net.load_state_dict(fitting, strict=False)
+    return _with_fresh(net, fresh, MOST_FRESH)
+
+
+def _with_fresh(net: nn.Module, fresh: Sequence[str], most: int) -> nn.Module:
+    """Return the network, which knows the tensors that its weights lack; ValueError: these are more than ``most``."""
+    if len(fresh) > most:
+        of = f"{len(fresh)} of {len(net.state_dict())} tensors"
+        raise ValueError(f"weights: {of} are lacking or of another shape, as {fresh[0]!r}")
     setattr(net, _FRESH, frozenset(fresh))
     return net
 
@@ -193,8 +198,7 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
     net, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, **how)
     mismatched = (key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"])
-    setattr(net, _FRESH, frozenset({*loading["missing_keys"], *mismatched}))
-    return net
+    return _with_fresh(net, sorted({*loading["missing_keys"], *mismatched}), len(net.state_dict()) // 2)
 
 
 def _packaged(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:

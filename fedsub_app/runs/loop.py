@@ -20,7 +20,7 @@ from fedsub_app.data import Partition, make_partition, partition_summary
 from fedsub_app.federation.nodes import Federation, held_out
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.models import Network, base_bytes, base_digest
+from fedsub_app.models import Network, base_bytes, base_digest, fresh_names
 from fedsub_app.runs import console
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import started
@@ -131,6 +131,8 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         notes = dataset.notes
         if settings.compile_steps and device.type == "cpu":
             notes += ("compile-steps = true: no GPU here: steps are compiled, not captured as graphs",)
+        if fresh := sorted(fresh_names(strategy.model) - {*(problem.start or ())}):
+            notes += (f"model = {settings.model!r}: its weights lack {', '.join(fresh)}, which start at random",)
         for note in notes:
             log.info("note: %s", note)
         log.info("%s", console.opening(run.folder, dataset, strategy))
