@@ -255,6 +255,26 @@ def test_a_bad_evaluation_is_named(run_local: RunLocal, monkeypatch: pytest.Monk
     assert line["global-local-accuracy"] == line["evaluated"]["0"]["global-local-accuracy"]
 
 
+def test_a_run_without_any_evaluation_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model is trained and kept. With the server's test of the global model the run is complete."""
+
+    def fails(*_: object) -> Update:
+        raise ValueError("no score")
+
+    monkeypatch.setattr(METHODS["fedavg"].client, "run_evaluation", fails)
+    for number, (evaluate, code) in enumerate([("personal", 1), ("global, personal", 0)]):
+        folder = tmp_path / str(number)
+        assert cli.main(command(folder, evaluate=evaluate, num_rounds=2)) == code
+        assert json.loads((folder / "summary.json").read_text())["status"] == ("failed" if code else "completed")
+        assert (folder / "model.safetensors").exists()
+        said = (
+            "failed: no client was evaluated in any round; last reason: client failed: ValueError: no score (test_bad"
+        )
+        assert (said in capfd.readouterr().err) == bool(code)
+
+
 def test_a_damaged_client_state_is_named(run_local: RunLocal, tmp_path: Path) -> None:
     state = tmp_path / "run/clients/client-000001/round-000001.safetensors"
 

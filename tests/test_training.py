@@ -21,7 +21,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.models import Network, build_model, tensors_of
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.runs.rounds import plateau_lr
 from fedsub_app.training.local import crop_and_flip, epoch
 from fedsub_app.training.objectives import Moon
@@ -278,6 +278,7 @@ def test_one_sample_that_batch_norm_cannot_evaluate_is_named(
     with pytest.raises(UserError, match=f"^{said}$"):
         run_local("all", dataset=f"csv:{tmp_path / '1.csv'}", **keys)
     keys |= {"dataset": f"csv:{tmp_path / '9.csv'}", "evaluate": "personal", "validation_fraction": 0.1}
-    run_local("clients", **keys)
+    with pytest.raises(RunFailed, match=f"^no client was evaluated in any round; last reason: .* {said}; checkpoint"):
+        run_local("clients", **keys)
     lost = lines_of(tmp_path / "clients")[-1]["not-evaluated"]
     assert [drop["reason"] for drop in lost] == [f"client failed: UserError: {said}"] * 2

@@ -222,21 +222,27 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
             break
     if over:
         log.info("round %d was the last one: %s = %s", number, over, settings.flat()[over])
-    failed = bool(abandoned) and (abandoned == number or abandoned >= settings.max_abandoned)
-    status = "failed" if failed else "completed"
+    failure = _failure(run, number, abandoned, bool(global_test))
+    status = "failed" if failure else "completed"
     summary = run.finish(status, to_tensors(arrays))
     audited(f"run {status}", round=number)
-    tracking.end(completed=not failed)
-    if failed:
-        which = f"{abandoned} rounds in a row" if abandoned >= settings.max_abandoned else f"all {number} rounds"
-        last_line = run.lines[-1]
-        reasons = [last_line.get("abandoned", ""), *(drop["reason"] for drop in last_line.get("dropped", ())[:1])]
-        raise RunFailed(
-            f"{which} were abandoned (max-abandoned = {settings.max_abandoned}); "
-            f"last reason: {'; '.join(reasons)}; checkpoint in {run.folder}",
-            run.folder,
-        )
+    tracking.end(completed=not failure)
+    if failure:
+        raise RunFailed(f"{failure}; checkpoint in {run.folder}", run.folder)
     return summary
+
+
+def _failure(run: Run, number: int, abandoned: int, is_tested: bool) -> str:
+    """Return why the run failed, "" if it did not; ``is_tested``: the server tests the global model."""
+    last, most = run.lines[-1] if run.lines else {}, run.settings.max_abandoned
+    if abandoned and (abandoned == number or abandoned >= most):
+        which = f"{abandoned} rounds in a row" if abandoned >= most else f"all {number} rounds"
+        reasons = [last.get("abandoned", ""), *(drop["reason"] for drop in last.get("dropped", ())[:1])]
+        return f"{which} were abandoned (max-abandoned = {most}); last reason: {'; '.join(reasons)}"
+    reasons = [drop["reason"] for line in run.lines for drop in line.get("not-evaluated", ())]
+    if not reasons or is_tested or any(line.get("evaluated") for line in run.lines):
+        return ""
+    return f"no client was evaluated in any round; last reason: {reasons[-1]}"
 
 
 def _is_measured(run: Run, report: Json) -> bool:
