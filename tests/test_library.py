@@ -30,12 +30,14 @@ from fedsub_app.models import mlp, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings
 from fedsub_app.training.problem import Problem
 
 KEYS = {"num-clients": 4, "train-per-class": 40, "test-per-class": 10, "validation-fraction": 0.2}
 DATA = load_dataset(resolve(KEYS).data)
 PARTITION = make_partition(DATA, resolve(KEYS | {"validation-fraction": 0.0}).partitioning)
+X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
 RUN = {"dataset": "digits", "model": "feature-mlp", "num-rounds": 2, "batch-size": 64}
 
 
@@ -538,6 +540,23 @@ def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixtur
     assert "client 3 was not evaluated: metric 'personal-top-5' was not asked for" in caplog.text
 
 
+@pytest.mark.parametrize("test", [(X[:0], Y[:0]), TensorDataset(X[:0], Y[:0])])
+def test_a_client_without_test_samples_trains(test: Any, tmp_path: Path) -> None:
+    """A run's one test set must have samples."""
+
+    def data(context: Context) -> Any:
+        train, own = load(context)
+        return train, test if context.node_config["partition-id"] == 1 else own
+
+    strategy = fedsub.FedAvg(clients_per_node=4)
+    fedsub.start(strategy, grid(data=data), initial_arrays=arrays(), num_rounds=1, run_dir=tmp_path / "app")
+    line = read_rounds(tmp_path / "app")[-1]
+    assert not line["dropped"]
+    assert line["not-evaluated"] == [{"client": 1, "reason": "client failed: UserError: client 1 has no test samples"}]
+    with pytest.raises(fedsub.UserError, match=r"^dataset = 'own': no test samples$"):
+        fedsub.run({"client-test": "holdout", "run-dir": str(tmp_path / "run")}, model=Net, data=((X, Y), test))
+
+
 def test_a_task_of_ones_own_is_given_to_both() -> None:
     task, own = Largest(), {"model": linear, "data": numbers}
     found = fedsub.FedAvg(clients_per_node=4, task=task).start(grid(task=task, **own), arrays(linear()), 1)
@@ -773,9 +792,6 @@ def dropped(keywords: dict[str, Any], kind: Any = None, **how: Any) -> str:
     strategy = (kind or fedsub.FedAvg)(clients_per_node=4, **keywords)
     strategy.start(grid(**how), arrays(), 1)
     return str(strategy.connected.phase.dropped)
-
-
-X, Y = torch.zeros(6, 1, 8, 8), torch.arange(6)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def own_dataset(
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
-    train, test = (_split(one, part, collate) for one, part in zip(data, ("train", "test"), strict=True))
+    train = _split(data[0], "train", collate)
+    test = _split(data[1], "test", collate, train)
     first, second = (form_of(one.x[:1] if len(one.y) else train.x[:1]) for one in (train, test))
     if shape_shown(first) != shape_shown(second):
         raise UserError(f"test: samples of shape {shape_shown(second)}: the training samples' is {shape_shown(first)}")
@@ -85,9 +86,9 @@ def dataset_of(
     return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), output[-1], names, notes, form)
 
 
-def _split(data: object, name: str, collate: Collate | None) -> Split:
+def _split(data: object, name: str, collate: Collate | None, like: Split | None = None) -> Split:
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
-        return _read(data, name, collate)
+        return _read(data, name, collate, like)
     x, y, groups = (*data, ())[:3]
     groups = [
         str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else () if groups is None else groups)
@@ -140,12 +141,17 @@ def _tensor(x: object, name: str) -> Tensor:
 # --- map-style data sets ----------------------------------------------------------------------------------------------
 
 
-def _read(data: Any, name: str, collate: Collate | None) -> Split:
-    """Return a map-style data set: in memory where it is small, else read when it is used."""
+def _read(data: Any, name: str, collate: Collate | None, like: Split | None) -> Split:
+    """Return a map-style data set: in memory where it is small, else read when it is used.
+
+    ``like``: the form of its samples if it has none; ``None``: then it is refused.
+    """
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str | dict | Tensor):
         what = "a Tensor" if isinstance(data, Tensor) else shown(data)
         raise UserError(f"{name} = {what}: {ALLOWED}")
     if not len(data):
+        if like:
+            return Split(Samples(like.x[:1][:0]), like.y[:0])
         raise UserError(f"{name}: no samples")
     if hasattr(data, "with_format"):  # the package datasets: rows as tensors
         data = data.with_format("torch")

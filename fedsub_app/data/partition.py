@@ -100,6 +100,8 @@ def partition_summary(dataset: Dataset, partition: Partition) -> dict[str, Any]:
 
 def _check(dataset: Dataset, settings: PartitionSettings) -> None:
     samples, clients = len(dataset.train_y), settings.num_clients
+    if not len(dataset.test_y):
+        raise UserError(f"dataset = {dataset.name!r}: no test samples")
     if not dataset.has_classes and settings.partition not in WITHOUT_CLASSES and settings.partition in KINDS:
         needs = f"needs classes, {dataset.name} has none; allowed are {', '.join(map(repr, WITHOUT_CLASSES))}"
         raise UserError(f"partition = {settings.partition!r}: {needs}")
