@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fedsub_app.cli import federation
 from fedsub_app.common import files
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import flush, read_json, write_atomic, write_json
@@ -25,7 +26,7 @@ from fedsub_app.runs import directory
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.directory import Run, open_run
-from fedsub_app.runs.recorded import new_folder, settings_of
+from fedsub_app.runs.recorded import new_folder, runs_folder, settings_of
 from fedsub_app.settings import digest
 from fedsub_app.training.client_state import ClientState, flush_states
 
@@ -44,6 +45,11 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs" / second.name / "settings.json"))
     with pytest.raises(UserError, match=r"settings.json/20260101-.*: cannot be made \(Not a directory\)"):
         open_run(resolve({}))
+
+
+def test_without_a_value_the_runs_are_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", "")
+    assert (runs_folder(), federation._folder(None)) == (Path("runs"), Path("runs/federation"))
 
 
 def test_a_closed_run_is_open_to_another(tmp_path: Path) -> None:

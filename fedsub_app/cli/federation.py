@@ -1,6 +1,5 @@
 """``fedsub federation``, ``setup`` and ``stop``: Flower on this machine."""
 
-import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,7 +16,9 @@ Dir = Annotated[Path | None, Option(metavar="DIR", help="the federation's folder
 
 
 def _folder(folder: Path | None) -> Path:
-    return folder or Path(os.environ.get("FEDSUB_RUNS") or "runs") / "federation"
+    from fedsub_app.runs.recorded import runs_folder
+
+    return folder or runs_folder() / "federation"
 
 
 @app.command()
