@@ -156,6 +156,35 @@ def test_peft_adapts_the_runs_layers_alone(run_local: Run, tmp_path: Path) -> No
     assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 1
 
 
+HEADS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes, head):
+        super().__init__()
+        self.block = nn.ModuleDict({"fc": nn.Linear(64, 6)})
+        self.name = head
+        setattr(self, head, nn.Linear(6, num_classes))
+
+    def forward(self, x):
+        return getattr(self, self.name)(self.block["fc"](x.flatten(1)))
+"""
+
+
+@pytest.mark.parametrize("head", ["classes", "out", "fc"])
+def test_peft_loads_a_head_of_any_name(head: str, run_local: Run, tmp_path: Path) -> None:
+    """peft takes its name as the end of names: "out" of ``block.fc.lora_dropout`` and "fc" of ``block.fc``."""
+    peft = pytest.importorskip("peft")
+    (tmp_path / "net.py").write_text(HEADS)
+    keys = {"model": f"{tmp_path}/net.py:Net", "model_options": f"head='{head}'", "trainable": "lora", "lora_rank": 2}
+    _, run = run_local(**keys, method="fedit", num_rounds=1, lr=0.5, train_per_class=4)
+    write_adapter(run, tmp_path / "adapter")
+    network, x, problem, _ = model_of(run)
+    adapted = peft.PeftModel.from_pretrained(problem.unfrozen(), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(x[:4]), network(x[:4]))
+
+
 def test_a_narrow_clients_adapter_has_its_rank(
     keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
 ) -> None:

@@ -165,12 +165,15 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
         why = f"{settings.method} changes other weights" if every else f"trainable = {settings.trainable!r}"
         raise UserError(f"--adapter: {why}, so there is no adapter alone; --merged writes the whole model")
     rank = len(tensors[every[0].a])  # a client may have fewer
+    saved = sorted({name.rpartition(".")[0] for name in tensors if ".lora_" not in name})
+    # peft takes these as ends of names. Where other modules have such names, it loads the weights without being told.
+    is_clear = not any(path.endswith(tuple(saved)) for path, _ in network.named_modules() if path not in saved)
     config = import_module("peft").LoraConfig(
         r=rank,
         lora_alpha=scale_of(network) * rank,
         lora_dropout=settings.lora_dropout,
         target_modules=whole_names(adapter.layer for adapter in every),
-        modules_to_save=sorted({name.rpartition(".")[0] for name in tensors if ".lora_" not in name}),
+        modules_to_save=saved if is_clear else None,
         base_model_name_or_path=settings.model.partition(":")[2],
         inference_mode=True,
     )
