@@ -678,10 +678,13 @@ def test_too_few_images_for_a_test_part(data_dir: Path) -> None:
         load("pets")
 
 
-def test_a_data_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_a_data_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "passwd").write_text("mine")
     with pytest.raises(UserError, match=r"data-dir = '.*/passwd': not a folder"):
         load("mnist", data_dir=str(tmp_path / "passwd"))
+    monkeypatch.setenv("FEDSUB_DATA", str(tmp_path / "passwd"))
+    with pytest.raises(UserError, match=r"^\$FEDSUB_DATA = '.*/passwd': not a folder$"):
+        load("mnist")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

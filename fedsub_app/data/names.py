@@ -91,15 +91,17 @@ def parts_of(dataset: str, data: Path) -> list[str]:
 
 def data_folder(setting: str | None) -> Path:
     """Return the setting, else ``$FEDSUB_DATA``, else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
-    folder = Path(setting or os.environ.get("FEDSUB_DATA") or user_cache_path("fedsub") / "data").expanduser()
+    variable = os.environ.get("FEDSUB_DATA")
+    folder = Path(setting or variable or user_cache_path("fedsub") / "data").expanduser()
+    said = f"{'$FEDSUB_DATA' if variable and not setting else 'data-dir'} = {str(folder)!r}:"
     try:
         folder.stat()  # raises an error that is_dir would hide
         if not folder.is_dir():
-            raise UserError(f"data-dir = {str(folder)!r}: not a folder")
+            raise UserError(f"{said} not a folder")
     except FileNotFoundError:  # it may be made for a download
         pass
     except OSError as error:
-        raise UserError(f"data-dir = {str(folder)!r}: {error.strerror}") from None
+        raise UserError(f"{said} {error.strerror}") from None
     return folder
 
 
