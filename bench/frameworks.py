@@ -200,15 +200,14 @@ def flower(case: Case) -> Done:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    if case.device != "cpu":
-        raise NotImplementedError("this Flower app trains on the CPU")
     data, clock, client, server = case.data(), Clock(), ClientApp(), ServerApp()
     last = case.model()
 
     @client.train()
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        model, (x, y) = case.model(), data[int(context.node_config["partition-id"])]
+        model = case.model().to(case.device)
+        x, y = (part.to(case.device) for part in data[int(context.node_config["partition-id"])])
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
         optimizer, steps = torch.optim.SGD(model.parameters(), lr=LR), 0
         for index in torch.randperm(len(y)).split(BATCH):
@@ -230,7 +229,8 @@ def flower(case: Case) -> Done:
         steps.extend(float(each["steps"]) * case.clients for each in found)  # type: ignore[arg-type]
         last.load_state_dict(result.arrays.to_torch_state_dict())
 
-    backend: Json = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": WORKERS}}
+    each = {"num_cpus": 1, "num_gpus": 1 / WORKERS if case.device == "cuda" else 0.0}
+    backend: Json = {"client_resources": each, "init_args": {"num_cpus": WORKERS}}
     run_simulation(server, client, case.clients, backend_config=backend)
     done = round(sum(steps))
     return Done(clock.done(last).seconds, done, done * BATCH, last.state_dict())
