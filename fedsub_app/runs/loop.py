@@ -234,8 +234,9 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
 
 def _failure(run: Run, number: int, abandoned: int, is_tested: bool) -> str:
     """Return why the run failed, "" if it did not; ``is_tested``: the server tests the global model."""
-    last, most = run.lines[-1] if run.lines else {}, run.settings.max_abandoned
+    most = run.settings.max_abandoned
     if abandoned and (abandoned == number or abandoned >= most):
+        last = run.lines[-1]
         which = f"{abandoned} rounds in a row" if abandoned >= most else f"all {number} rounds"
         reasons = [last.get("abandoned", ""), *(drop["reason"] for drop in last.get("dropped", ())[:1])]
         return f"{which} were abandoned (max-abandoned = {most}); last reason: {'; '.join(reasons)}"
