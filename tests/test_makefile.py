@@ -38,7 +38,7 @@ def test_another_python_is_told_which_are_wanted(tmp_path: Path) -> None:
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
 def test_a_method_of_a_file_is_tested_by_what_holds_of_every_method() -> None:
     for name, own in (("/tmp/mine.py:Foo", True), ("fed-foo", False)):
-        command = ["make", "--dry-run", "test-method", f"M={name}"]
+        command = ["make", "--dry-run", "--no-print-directory", "test-method", f"M={name}"]
         line = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
         assert f'FEDSUB_TEST_METHOD="{name}"' in line
         assert ("tests/test_methods.py" in line) is own
