@@ -151,6 +151,13 @@ def test_what_cannot_be_is_one_line(file: Path, model: str, options: str, line: 
     assert "\n" not in str(caught.value)
 
 
+def test_what_cannot_be_is_one_line_where_a_part_is_trained(file: Path) -> None:
+    """The part is looked for in the order of the layers, before the network is tested."""
+    file.write_text(NETWORK.replace("forward(self, x)", "forward(self, x, mask)"))
+    with pytest.raises(UserError, match=r"^model = Net: cannot take inputs of shape \(1, 8, 8\): TypeError: .*'mask'"):
+        Problem.of(resolve({"model": f"{file}:Net", "trainable": "head"}))
+
+
 @pytest.mark.parametrize("package", ["timm", "transformers"])
 def test_a_package_that_is_missing_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)

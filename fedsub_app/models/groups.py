@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Shape, blank
 from fedsub_app.models.networks import tensors_of
-from fedsub_app.models.sources import in_shape_of
+from fedsub_app.models.sources import in_shape_of, refused
 
 # Ends of the names of LoRA's tensors, as the package peft gives them.
 _A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
@@ -101,8 +101,11 @@ def _order(model: nn.Module, in_shape: Shape) -> list[str]:
     for module in ghost.modules():
         module.register_forward_pre_hook(enter)
     like = next(ghost.parameters())
-    with torch.random.fork_rng(), torch.no_grad():  # dropout draws
-        ghost(blank(2, in_shape, like.device, like.dtype))
+    try:
+        with torch.random.fork_rng(), torch.no_grad():  # dropout draws
+            ghost(blank(2, in_shape, like.device, like.dtype))
+    except Exception as error:  # code of others
+        raise refused(f"model = {type(model).__name__}", in_shape, error) from error
     turns: dict[str, int] = {}
     for name, module in ghost.named_modules():
         turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))

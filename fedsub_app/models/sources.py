@@ -80,8 +80,12 @@ def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False, 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return copy.deepcopy(model).to(device).train(training)(blank(2, in_shape, device))
     except Exception as error:  # code of others
-        shape, reason = shape_shown(in_shape), one_line(error)[:200]
-        raise UserError(f"{who}: cannot take inputs of shape {shape}: {reason}") from error
+        raise refused(who, in_shape, error) from error
+
+
+def refused(who: str, in_shape: Shape, error: Exception) -> UserError:
+    """Return the error of a network that cannot take inputs of this shape; ``who`` begins it."""
+    return UserError(f"{who}: cannot take inputs of shape {shape_shown(in_shape)}: {one_line(error)[:200]}")
 
 
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
