@@ -9,6 +9,7 @@ A model that became worse slowly, by less than a round's limit each time, is rep
 state of that round.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,8 +40,9 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
     where the loss is lower without it. Where a client takes part that contributed to a model that was not kept, any
     loss above that of the best model is suspect.
     """
-    kept, dropped = list(updates), list[Dropped]()
-    if not strategy.facts or not strategy.judged or not 1 < len(updates) <= MAX_TRIED:
+    kept, dropped, settings = list(updates), list[Dropped](), strategy.settings
+    least = settings.least_replies if settings.mean == "krum" else 1  # which compares no fewer
+    if not strategy.facts or not strategy.judged or not max(2, least) <= len(updates) <= MAX_TRIED:
         return kept, dropped
     now, limit = _loss(strategy, kept), _limit(float(_last(strategy).min()), *SUSPECT)
     watched, suspected = _rounds(strategy, WATCHED), _rounds(strategy, SUSPECTED)
@@ -54,10 +56,10 @@ def harmless(strategy: Hooks, updates: Sequence[Valid]) -> tuple[list[Valid], li
         return loss
 
     def without(number: int) -> float:
-        return _loss(strategy, kept[:number] + kept[number + 1 :])
+        return _loss(strategy, kept[:number] + kept[number + 1 :]) if len(kept) > least else math.inf
 
     for number in reversed(range(len(kept))):
-        if _recent(strategy, watched, kept[number].update.client) and len(kept) > 1 and (loss := without(number)) < now:
+        if _recent(strategy, watched, kept[number].update.client) and (loss := without(number)) < now:
             now = leave_out(number, loss)
     few = len(updates) < MAJORITY
     while (now > limit or few) and 2 * (len(kept) - 1) >= len(updates):

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import Update
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets import robust
 from fedsub_app.subnets.averaging import Contribution, masked_mean
@@ -413,6 +415,23 @@ def test_too_few_answers_for_krum_abandon_the_round(run_local: Run, monkeypatch:
     lines = read_rounds(folder)[1:]
     assert [line["status"] for line in lines] == ["ok", "abandoned", "ok"]
     assert lines[1]["abandoned"] == "4 valid replies: mean = 'krum' with byzantine-clients = 1 needs 5"
+
+
+@pytest.mark.parametrize(
+    ("clients", "attackers", "said"),
+    [
+        (5, 3, "the merged model's loss is "),
+        (6, 2, "4 valid replies: mean = 'krum' with byzantine-clients = 1 needs 5"),
+    ],
+)
+def test_robust_leaves_krum_the_answers_that_it_needs(
+    run_local: Run, tmp_path: Path, clients: int, attackers: int, said: str
+) -> None:
+    """No merge is tried without an update where Krum then has too few, here of 5, or of 4 that are not opposed."""
+    keys = {"partition": "iid", "model": "feature-mlp", "mean": "krum", "robust": "on", "max_abandoned": 9}
+    with suppress(RunFailed):  # all rounds of six clients are abandoned
+        run_local(**keys, num_clients=clients, attack="sign-flip", attackers=attackers, attack_scale=1.0)
+    assert read_rounds(tmp_path / "run")[2]["abandoned"].startswith(said)
 
 
 # --- attackers --------------------------------------------------------------------------------------------------------
