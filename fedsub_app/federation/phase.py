@@ -4,11 +4,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flwr.app import DEFAULT_TTL, Message, Metadata
 from torch import equal
 
-from fedsub_app.common.errors import printable
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import Spec, Task, formula_bytes
 from fedsub_app.federation.settings import FederationSettings
@@ -21,15 +21,11 @@ REFUSED = "the SuperLink, or a proxy before it, refuses its message as too large
 Expected = Callable[[int], Mapping[str, Spec]]  # client -> the tensors of its reply
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A client whose reply does not count in this round, and the reason: one printable line."""
+class Dropped(NamedTuple):
+    """A client whose reply does not count in this round, and the reason: one printable line, as :class:`BadReply`'s."""
 
     client: int
     reason: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason))
 
 
 @dataclass
