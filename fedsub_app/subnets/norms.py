@@ -79,7 +79,7 @@ class NormGuard(Generic[T]):
     def __init__(self, factor: float, model: float, first: float = FIRST) -> None:
         self.factor, self.model, self.first = factor, model, first
         self._median = median_low if first == math.inf else median
-        self._passed: dict[str, list[float]] = {}  # sorted
+        self._passed: dict[str, list[float]] = {}  # norms above 0 of the accepted updates, sorted
         self._waiting: list[tuple[T, Mapping[str, float]]] = []
         self._begun = False
 
@@ -102,13 +102,9 @@ class NormGuard(Generic[T]):
         self._waiting = []
         return decided
 
-    def norms(self, kind: str) -> list[float]:
-        """Return the norms above 0 of the accepted updates, sorted."""
-        return self._passed.get(kind, [])
-
     def _usual(self, kind: str) -> tuple[float, str]:
         """Return the norm with which others are compared, and its name."""
-        usual = [*self.norms(kind), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
+        usual = [*self._passed.get(kind, ()), *(norms[kind] for _, norms in self._waiting if norms.get(kind))]
         if len(usual) < MAJORITY:
             return self.model, "the model's own"
         return max((self._median(usual), "the round's median"), (MIN_MEDIAN * self.model, "a hundredth of the model's"))
