@@ -130,17 +130,6 @@ def test_the_mean_of_disjoint_slices_is_put_together_exactly():
     assert mean["fc2.bias"].tolist() == [1.5] * 3
 
 
-def test_a_slice_that_does_not_fit_is_named():
-    groups = unit_groups(small_network())
-    tensors, shapes = tensors_and_shapes(small_network())
-    units = {"conv1": torch.tensor([True, False, True])}
-    small = take(tensors, groups, units)
-    with pytest.raises(ValueError, match=r"conv2\.weight has shape \(2, 3, 2, 2\), its units on are \(2, 2, 2, 2\)"):
-        put(small | {"conv2.weight": tensors["conv2.weight"]}, groups, units, shapes)
-    with pytest.raises(ValueError, match=r"its units on are"):  # as many numbers, but turned
-        put(small | {"fc1.weight": tensors["fc1.weight"].T}, groups, units, shapes)
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_narrow_network_computes_what_the_full_one_does_with_its_other_units_off(name, training):

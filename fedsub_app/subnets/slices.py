@@ -69,14 +69,10 @@ def put(
     """Return a smaller network's tensors, of any dtype, at their rows and columns of the whole one, 0 elsewhere.
 
     Inverse of :func:`take` at those positions; ``shapes`` are those of the whole network. The result shares no memory
-    with ``tensors``. ValueError: a tensor's size is not that of the units that are on.
+    with ``tensors``.
     """
     index = indices(groups, units)
-    whole = {}
+    whole = {name: tensor.new_zeros(shapes[name]) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        own = index.get(name, ALL)
-        if tensor.shape != (shape := sliced_shape(shapes[name], own)):
-            raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, its units on are {tuple(shape)}")
-        whole[name] = tensor.new_zeros(shapes[name])
-        whole[name][position(own)] = tensor
+        whole[name][position(index.get(name, ALL))] = tensor
     return whole
