@@ -29,11 +29,6 @@ class FedBN(SharedPart):
             frozen = f" that trainable = {self.settings.trainable!r} trains" if self.settings.trainable else ""
             self.warning = f"model = {self.settings.model!r} has no normalisation layer{frozen}: fedbn is FedAvg"
 
-    def personal_names(self) -> tuple[str, ...]:
-        return normalisation_names(self.model)
-
-
-def normalisation_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the tensors of all normalisation layers."""
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, NORMALISATIONS)]
-    return tuple(f"{path}.{name}" for path, layer in layers for name in tensors_of(layer))
+    def personal_names(self) -> set[str]:
+        layers = [(path, layer) for path, layer in self.model.named_modules() if isinstance(layer, NORMALISATIONS)]
+        return {f"{path}.{name}" for path, layer in layers for name in tensors_of(layer)}
