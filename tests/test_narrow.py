@@ -231,9 +231,3 @@ def test_a_width_out_of_range_is_named(width):
     model = small_network()
     with pytest.raises(ValueError, match=f"width of conv1 = {width}: allowed is 1 to 3"):
         narrowed(model, unit_groups(model), {"conv1": width})
-
-
-def test_a_width_of_no_group_is_named():
-    model = small_network()
-    with pytest.raises(ValueError, match="widths of fc2: no such group; allowed: conv1, conv2, fc1"):
-        narrowed(model, unit_groups(model), {"fc2": 1})  # the output layer

@@ -181,9 +181,6 @@ def narrowed(model: nn.Module, groups: Sequence[UnitGroup], widths: Mapping[str,
 
     ``widths``: group name -> number of units kept, 1 to ``group.size``, else ValueError; a missing group keeps all.
     """
-    if unknown := widths.keys() - {group.name for group in groups}:
-        allowed = ", ".join(group.name for group in groups)
-        raise ValueError(f"widths of {', '.join(sorted(unknown))}: no such group; allowed: {allowed}")
     for group in groups:
         width = widths.get(group.name, group.size)
         if not 1 <= width <= group.size:
