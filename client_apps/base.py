@@ -48,16 +48,12 @@ class Client(ClientTools):
         """Train, or measure after the merge, and return the update with its costs."""
         start = time.perf_counter()
         with self.dropout("measurement" if measuring else "training"):
-            answer = (self.measure if measuring else self.train)(sent, config)
-            return self.trained_update(answer, time.perf_counter() - start)
-
-    def trained_update(self, answer: Any, seconds: float) -> Update:
-        """Return the update that holds ``answer``, with the costs of its training."""
+            answer: Any = (self.measure if measuring else self.train)(sent, config)
+        seconds = time.perf_counter() - start - self.waited
         # Here the failure is this client's alone; later the reply that it shares with others could not be packed.
         if not isinstance(answer, Mapping) or not all(isinstance(x, Tensor) for x in answer.values()):
             raise TypeError(f"{type(self).__name__} answers {shown(answer)}: must be tensors by name")
         self.metrics |= {name: float(x) for name, x in self.metrics.items() if type(x) not in (int, float)}
-        seconds -= self.waited
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)

@@ -61,15 +61,16 @@ def run_training(self, *arguments):
 Client.run_training = run_training
 """
 HALF_OF_THE_FLOPS = """
-trained_update = Client.trained_update
+train = Client.run_training
 
 
 def half(self, *arguments):
-    self.flops /= 2
-    return trained_update(self, *arguments)
+    update = train(self, *arguments)
+    update.metrics["flops"] /= 2
+    return update
 
 
-Client.trained_update = half
+Client.run_training = half
 """
 
 
