@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.models import Output
+from fedsub_app.models import Output, head_names
 from fedsub_app.subnets.collaboration import feature_statistics
 from strategies.fedpac import CENTROIDS, COUNTS, KNOWN, MEANS, H, V
 from strategies.settings import FedPACSettings
@@ -28,7 +28,7 @@ class FedPACClient(Client):
         def aligned(output: Output, y: Tensor) -> Tensor:
             return self.loss(output, y) + self.options.lambda_ * F.mse_loss(output.features, centroids[y])
 
-        head = self.network.head
+        head = head_names(self.network.module)
         body = [name for name in self.network.tensors if name not in head]
         self.fit(head, lr=self.options.head_lr, epochs=self.options.head_epochs, purpose="head batches")
         self.fit(body, loss=aligned if bool(known.any()) else None)

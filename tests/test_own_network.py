@@ -731,7 +731,7 @@ def test_the_head_is_the_last_linear_that_runs_or_a_convolution() -> None:
 def test_the_head_that_a_key_names(file: Path) -> None:
     keys: dict[str, str | int | float | bool] = {"model": f"{file}:Net", "head": "first"}
     network = Network(Problem.of(resolve(keys)).network())
-    assert network.head == ("first.weight", "first.bias")
+    assert head_names(network.module) == ("first.weight", "first.bias")
     assert part_names(network.module, "body") == ("head.weight", "head.bias")
     assert network(torch.zeros(2, 1, 8, 8)).features.shape == (2, 64)  # what enters it
     with pytest.raises(UserError, match="head = 'last': 'last' is no layer; allowed are head, body or some of first"):

@@ -12,7 +12,7 @@ from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.groups import UnitGroup
 from fedsub_app.models.networks import load_tensors, tensors_of, trainable
 from fedsub_app.models.sources import base_names
-from fedsub_app.models.units import head_layer, head_names, unit_groups
+from fedsub_app.models.units import head_layer, unit_groups
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (batch, labels) -> scalar
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -92,10 +92,6 @@ class Network:
         for group in self.units:
             self.module.get_submodule(group.rows[-1].rpartition(".")[0]).register_forward_hook(gates[group.name])
         return gates
-
-    @cached_property
-    def head(self) -> tuple[str, ...]:
-        return head_names(self.module)
 
     @cached_property
     def normalisations(self) -> dict[str, nn.Module]:
