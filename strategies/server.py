@@ -62,10 +62,6 @@ def _form(x: object) -> object:
     return (x.dtype, *x.shape) if isinstance(x, Tensor) else type(x)
 
 
-def _normalised(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 class Server:
     """The state of a run on the server, and what is computed from it.
 
@@ -76,7 +72,8 @@ class Server:
     remembers: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
-        if settings.batch_size == 1 and _normalised(model):
+        self._normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        if settings.batch_size == 1 and self._normalised:
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         if settings.objective == "moon" and {*tensors_of(model)} <= {*head_names(model)}:
             raise UserError("objective = 'moon': the network is all head, without features of its own to compare")
@@ -187,7 +184,7 @@ class Server:
         """Return the steps of ``local-epochs`` or ``local-steps`` on ``examples`` samples, counted as by the client."""
         settings = self.settings
         batches = -(-examples // settings.batch_size)
-        if examples % settings.batch_size == 1 < examples and _normalised(self.model):
+        if examples % settings.batch_size == 1 < examples and self._normalised:
             batches -= 1  # BatchNorm cannot train on one sample
         return (settings.local_steps or batches * settings.local_epochs) if batches else 0
 
