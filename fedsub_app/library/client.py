@@ -20,13 +20,13 @@ from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, 
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
-from fedsub_app.models import Network, check_base, head_names, layer_groups, ties
+from fedsub_app.models import Network, check_base, head_names, layer_groups, ties, with_head
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places
 from fedsub_app.settings import Settings
 from fedsub_app.training.optimizer import MakeOptimizer, Optimizer, OwnOptimizer
-from fedsub_app.training.problem import Model, Problem, built, with_named_head
+from fedsub_app.training.problem import Model, Problem, built
 from fedsub_app.training.workplace import Workplace
 
 Load = Callable[[Context], object]
@@ -158,7 +158,7 @@ def with_metrics(task: Task, means: Metrics) -> Task:
 def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
     """Refuse a network whose layers do not run in the order of their definition, which the server assumes."""
     defined = problem.unfrozen()
-    running = with_named_head(built(model, problem.data.in_shape)(settings.seed), settings.head)
+    running = with_head(built(model, problem.data.in_shape)(settings.seed), settings.head)
     if (layer_groups(defined), head_names(defined)) != (layer_groups(running), head_names(running)):
         why = "its layers run in another order than they are defined in"
         shape = shape_shown(problem.data.in_shape)

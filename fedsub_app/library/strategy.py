@@ -22,12 +22,12 @@ from fedsub_app.federation.roll import Roll
 from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
-from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties
+from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties, with_head
 from fedsub_app.models.sources import answer
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.settings import Settings
-from fedsub_app.training.problem import Model, built, trained_part, with_named_head
+from fedsub_app.training.problem import Model, built, trained_part
 from strategies.base import SubnetStrategy
 from strategies.rounds import check_defences, check_widths
 from strategies.server import Facts
@@ -180,7 +180,7 @@ class LibraryStrategy(Strategy):
     def _network(self, settings: Settings, initial: Tensors) -> nn.Module:
         if self.model is None:
             return TensorsAlone(initial)
-        network = with_named_head(built(self.model, self.in_shape)(0), settings.head)
+        network = with_head(built(self.model, self.in_shape)(0), settings.head)
         if self.in_shape:  # methods that trace the network would fail with a traceback
             answer(network, f"in_shape = {self.in_shape}: model = {type(network).__name__}", self.in_shape)
         own = tensors_of(network)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.models.graph import COMPUTED, traced_groups
 from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
 from fedsub_app.models.networks import tensors_of, ties
@@ -126,10 +127,12 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def with_head(model: nn.Module, head: str) -> nn.Module:
-    """Return the model with this layer or module as its head; ValueError where it is none, or the whole model."""
-    part_names(model, head)
-    if head not in dict(model.named_modules()):
-        raise ValueError(f"{head!r} is no layer")
+    """Return the model with the head that the key ``head`` names; UserError: it is no layer, or the whole model."""
+    try:
+        if head and part_names(model, head) and head not in dict(model.named_modules()):
+            raise ValueError(f"{head!r} is no layer")
+    except ValueError as error:
+        raise UserError(f"head = {head!r}: {error}") from None
     setattr(model, _HEAD, head)
     return model
 

@@ -119,7 +119,7 @@ class Problem:
     def unfrozen(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network without a frozen base or adapters."""
         model = self.build(self.seed if seed is None else seed)
-        return with_named_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
+        return models.with_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
 
     def _freshly_frozen(self, seed: int) -> nn.Module:
         with drawing(CPU, seed, "adapters"):
@@ -136,14 +136,6 @@ def trained_part(settings: Settings) -> models.Trained:
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
     return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
-
-
-def with_named_head(model: nn.Module, head: str) -> nn.Module:
-    """Return the network with the head that the key ``head`` names; :class:`UserError` where there is none such."""
-    try:
-        return models.with_head(model, head) if head else model
-    except ValueError as error:
-        raise UserError(f"head = {head!r}: {error}") from None
 
 
 def _of_width(model: nn.Module, width: float) -> nn.Module:
