@@ -11,10 +11,10 @@ from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed
 from fedsub_app.models.groups import split
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.gates import gated
-from fedsub_app.subnets.masks import expand, gather, scatter, score_gradient
+from fedsub_app.subnets.masks import gather, scatter, score_gradient
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from strategies.fedpews import MASK, first_scores
+from strategies.fedpews import MASK, first_scores, positions
 from strategies.settings import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # from this many FLOPs of a plain step on, cutting weights saves time on a CPU
@@ -32,7 +32,7 @@ class FedPeWSClient(Client):
             return super().train(sent, config)
         if self.options.masks == "fixed":
             mask, learned = sent["mask"], {}
-            self.load(scatter(sent, self.positions(mask)))
+            self.load(scatter(sent, positions(self.network.units, mask, self.network.tensors)))
             self.fit(step=partial(train_under, mask.to(self.place.device, torch.float32), self.narrow))
         else:
             self.load(chosen(sent, self.network.tensors))
@@ -42,11 +42,11 @@ class FedPeWSClient(Client):
         flops = subnet_flops(self.place.problem, self.network.module, units, split(mask, units))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
         self.metrics["mask-density"] = float(mask.float().mean())
-        trained, positions = self.trained(), self.positions(mask)
+        trained, covered = self.trained(), positions(units, mask, self.network.tensors)
         if not self.settings.secure_aggregation:
-            return gather(trained, positions) | learned
+            return gather(trained, covered) | learned
         self.state["counted"] = learned.get("theta", mask.float())
-        return trained | prefixed(AT, positions | {MASK: mask}) | learned | {MASK: torch.zeros(len(mask))}
+        return trained | prefixed(AT, covered | {MASK: mask}) | learned | {MASK: torch.zeros(len(mask))}
 
     def learned(self, others: Tensor) -> tuple[Tensor, Tensor]:
         """Train a mask's scores and the weights under it (lines 11 to 16); return a mask, bool [h], and theta, [h].
@@ -91,11 +91,6 @@ class FedPeWSClient(Client):
         """Say whether the computation leaves out the units that are off (bench/README.md has the break-even)."""
         small = self.place.training_flops(self.network) * self.settings.batch_size < NARROW_FLOPS
         return not small and self.place.device.type == "cpu" and not any(True for _ in self.network.module.buffers())
-
-    def positions(self, mask: Tensor) -> Tensors:
-        """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
-        shapes = {name: tensor.shape for name, tensor in self.network.tensors.items()}
-        return expand(self.network.units, split(mask, self.network.units), shapes)
 
 
 def train_under(mask: Tensor, narrow: bool, training: Training, x: Tensor, y: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import takes_part
-from fedsub_app.models.groups import split
+from fedsub_app.models.groups import UnitGroup, split
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import expand, fixed_masks
 from strategies.base import Contribution, Mean, Merged, Range, Spec, SubnetStrategy, Task, Update
@@ -60,7 +60,6 @@ class FedPeWS(SubnetStrategy):
 
     def setup(self) -> None:
         settings = self.settings
-        self.shapes = {name: tensor.shape for name, tensor in self.current.items()}
         self.hidden = sum(group.size for group in self.units)
         starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]
         # Every client's last mask, or its probabilities, [N, h]; with secure-aggregation each row is, from the first
@@ -90,7 +89,7 @@ class FedPeWS(SubnetStrategy):
         if not self.warming_up:
             return super().task(client)
         if self.options.masks == "fixed":
-            covered = self.values_at(self.positions(self.fixed[client]))
+            covered = self.values_at(positions(self.units, self.fixed[client], self.current))
             return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
         theta = self.theta * self.part[:, None]
         if self.options.others == "highest":
@@ -104,10 +103,6 @@ class FedPeWS(SubnetStrategy):
     @property
     def chooses_positions(self) -> bool:
         return self.warming_up and self.options.masks == "learned"
-
-    def positions(self, mask: torch.Tensor) -> Tensors:
-        """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
-        return expand(self.units, split(mask, self.units), self.shapes)
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the covered values of every tensor and, where masks are learned, the mask and its probabilities."""
@@ -135,7 +130,7 @@ class FedPeWS(SubnetStrategy):
         """Add the values that the client's mask covers (line 20, Eq. 4); after the warm-up all values."""
         if not self.warming_up:
             return super().contribution(update)
-        return self.contribution_at(update, self.positions(self.mask_of(update)))
+        return self.contribution_at(update, positions(self.units, self.mask_of(update), self.current))
 
     def origin(self, update: Update) -> Tensors:
         return {**super().origin(update), "theta": self.theta[update.client]}
@@ -171,6 +166,11 @@ class FedPeWS(SubnetStrategy):
         if self.options.masks == "fixed":
             return self.fixed if self.options.warmup_rounds else None
         return None if self.settings.secure_aggregation else self.theta > 0.5
+
+
+def positions(units: Sequence[UnitGroup], mask: torch.Tensor, tensors: Tensors) -> Tensors:
+    """Return the positions of every tensor that a neuron mask [h] covers: tensor name -> bool."""
+    return expand(units, split(mask, units), {name: tensor.shape for name, tensor in tensors.items()})
 
 
 def first_scores(options: FedPeWSSettings, seed: int, client: int, hidden: int) -> torch.Tensor:

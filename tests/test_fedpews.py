@@ -25,7 +25,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import gather
-from strategies.fedpews import FedPeWS
+from strategies.fedpews import FedPeWS, positions
 
 Run = Callable[..., tuple[Json, Path]]
 SETTINGS: dict[str, Value] = {
@@ -305,7 +305,9 @@ def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
     assert "theta" not in strategy.expected(0)
     masks = [torch.arange(256) % 4 == client for client in range(3)]
     updates = [
-        Update(client, gather(strategy.current, strategy.positions(mask)) | {"mask": mask}, {}, 1)
+        Update(
+            client, gather(strategy.current, positions(strategy.units, mask, strategy.current)) | {"mask": mask}, {}, 1
+        )
         for client, mask in enumerate(masks)
     ]
     assert merge_round(strategy, updates)["units-covered-by"] == [64, 192, 0, 0]
