@@ -135,7 +135,7 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
     shared: dict[tuple[int, ...], Tensor] = {}  # a thousand IID clients need one list of the test set, not a thousand
     tests = []
     kinds = dataset.train_source * dataset.label_count + dataset.train_labels
-    test_kinds = dataset.test_source * dataset.label_count + dataset.test_labels
+    test_kinds = dataset.test_source * dataset.label_count + (dataset.test_y if dataset.has_classes else 0)
     for client, indices in enumerate(train):
         own = kinds[indices].unique()
         key = tuple(own.tolist())

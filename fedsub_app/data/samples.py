@@ -167,11 +167,6 @@ class Dataset:
         """Class of each training sample, int64 [n]; 0 where they have none."""
         return self.train_y if self.has_classes else torch.zeros(len(self.train_y), dtype=torch.int64)
 
-    @cached_property
-    def test_labels(self) -> Tensor:
-        """Class of each test sample, int64 [n]; 0 where they have none."""
-        return self.test_y if self.has_classes else torch.zeros(len(self.test_y), dtype=torch.int64)
-
 
 @lru_cache(maxsize=1)
 def pooled(data: Dataset) -> Dataset:
