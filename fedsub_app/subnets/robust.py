@@ -99,19 +99,16 @@ class RobustMean:
         cuts = torch.tensor([self._left_out(count) for count in range(count_of + 1)])
         rank = torch.arange(count_of)[:, None]
         rows = [x.reshape(-1) for x, _ in held]
-        covers = [None if m is None else m.expand(old.shape).reshape(-1) for _, m in held]
-        everywhere = torch.ones(old.numel(), dtype=torch.bool) if any(m is not None for m in covers) else None
+        everywhere = torch.ones(old.numel(), dtype=torch.bool)
+        covers = [everywhere if m is None else m.expand(old.shape).reshape(-1) for _, m in held]
         result = old.reshape(-1).float().clone()
         width = max(1, BLOCK // count_of)
         for start in range(0, len(result), width):
             part = slice(start, start + width)
+            covered = torch.stack([cover[part] for cover in covers])
             block = torch.stack([row[part] for row in rows]).float()
-            counts = torch.full((1,), count_of)
-            if everywhere is not None:
-                covered = torch.stack([(everywhere if cover is None else cover)[part] for cover in covers])
-                counts = covered.sum(0)
-                block = torch.where(covered, block, math.inf)  # sorted behind all values that count
-            block = block.sort(0).values
+            block = torch.where(covered, block, math.inf).sort(0).values  # behind all values that count
+            counts = covered.sum(0)
             cut = cuts[counts]
             inner = torch.where((rank >= cut) & (rank < counts - cut), block, 0.0)
             mean = (inner.sum(0, dtype=torch.float64) / (counts - 2 * cut)).float()
