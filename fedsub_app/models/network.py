@@ -46,12 +46,9 @@ class Gate:
             return output
         return output * beside(self.factor, module, output)
 
-    def __deepcopy__(self, memo: object) -> "Gate":
-        return Gate()
-
 
 class Tap:
-    """A hook that, while open, keeps a layer's last input as ``entered``; it stays and is copied like a gate."""
+    """A hook that, while open, keeps a layer's last input as ``entered``; it stays, as a gate does."""
 
     is_open = False
     entered: Tensor | None = None
@@ -59,9 +56,6 @@ class Tap:
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         if self.is_open:
             self.entered = (*inputs, *named.values())[0]
-
-    def __deepcopy__(self, memo: object) -> "Tap":
-        return Tap()
 
 
 class Network:
