@@ -38,12 +38,10 @@ class HetLoRAClient(Client):
         def loss(output: Output, y: Tensor) -> Tensor:
             return self.loss(output, y) + self.options.lambda_ * size()
 
-        with torch.no_grad():
-            before = size()
+        before = size().detach()
         self.fit(loss=loss if every and self.options.lambda_ else None)
         trained = self.trained()
-        with torch.no_grad():
-            prunes = kept < config["rank"] and bool(size() < before)
+        prunes = kept < config["rank"] and bool(size() < before)
         if prunes:
             for adapter in every:
                 trained[adapter.a][kept:] = 0
