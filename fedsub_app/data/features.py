@@ -138,7 +138,7 @@ def notes(features: Features, folder: str | None) -> tuple[str, ...]:
 
 
 def extracted(name: str, pictures: Pictures, random_crops: bool, features: Features, folder: str | None) -> Tensor:
-    """Return the features of some pictures, float32 ``[len(pictures), features]``, from the cache or by the networks.
+    """Return the features of some pictures, float32 ``[n, features]``, from the cache or by the networks.
 
     ``name``: of the data set, for the log. ``random_crops``: cut out and flip at random, each image with draws of its
     own, instead of the central crop. ``features``, ``folder``: the settings ``features`` and ``backbone-dir``.

@@ -53,9 +53,6 @@ class Pictures:
     def all_of(cls, images: Tensor | Sequence[Path]) -> "Pictures":
         return cls(images, torch.arange(len(images)))
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     def __getitem__(self, chosen: Tensor | slice) -> "Pictures":
         """Return the images at some positions, or where a bool tensor is true."""
         return replace(self, index=self.index[chosen])
