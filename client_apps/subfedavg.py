@@ -7,7 +7,7 @@ from torch import Tensor
 
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, pack_bits, scatter, unpack_bits
 from fedsub_app.subnets.pruning import Prunable, last_share, mask_distance, prunable, prune_channels, prune_weights
@@ -40,7 +40,7 @@ class SubFedAvgClient(Client):
         self.load(plan.cut(self.received(sent, masks), masks))
         if self.settings.objective == "moon" and self.own:  # as narrow as the current network
             self.previous = plan.cut(self.own, masks)
-        keep = take({name: masks[name] for name in plan.weights}, plan.groups, plan.units(masks))
+        keep = take({name: masks[name] for name in plan.weights}, plan.groups, masks)
         early: list[Tensors] = []
         Training(self, keep=keep).run(self.watched(early), ahead=False)
         last = plan.widen(self.trained(), masks)
@@ -103,7 +103,7 @@ class SubFedAvgClient(Client):
         options, plan = self.options, self.plan
         if not plan.groups:
             return {}
-        old = plan.units(masks)
+        old = chosen(masks, plan.scales)
         scales = ({group: model[name] for group, name in plan.scales.items()} for model in (first, last))
         floor = min(options.channel_floor, self.width)
         early, late = (prune_channels(each, old, options.channel_share, floor) for each in scales)

@@ -24,7 +24,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors, prefixed, unprefixed
+from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.data import load_dataset, make_partition
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of
@@ -129,8 +129,8 @@ def test_channels_by_hand() -> None:
 def test_the_published_shares_leave_half_of_the_channels(model: str, shape: tuple[int, ...], left: list[int]) -> None:
     """cfg_prune = [3, 8] for LeNet-5."""
     plan = prunable(build_model(model, shape, 10, 0), "hybrid")
-    scales = {name: torch.rand(len(mask)) for name, mask in plan.units(plan.everything()).items()}
-    kept = prune_channels(scales, plan.units(plan.everything()), 0.45, 0.5)
+    scales = {name: torch.rand(len(mask)) for name, mask in chosen(plan.everything(), plan.scales).items()}
+    kept = prune_channels(scales, chosen(plan.everything(), plan.scales), 0.45, 0.5)
     assert [int(mask.sum()) for mask in kept.values()] == left
 
 
@@ -587,9 +587,9 @@ def test_any_network_with_batch_norm_becomes_smaller(pruning: Any, model: str, s
     plan, tensors = prunable(whole, pruning), {name: t.detach() for name, t in tensors_of(whole).items()}
     scales = {group: torch.rand(plan.shapes[name], generator=generator(0)) for group, name in plan.scales.items()}
     masks = plan.everything()
-    masks |= prune_channels(scales, plan.units(masks), 0.45, 0.5)
+    masks |= prune_channels(scales, chosen(masks, plan.scales), 0.45, 0.5)
     masks |= prune_weights(tensors, {name: masks[name] for name in plan.weights}, 0.5)
-    small = narrowed(whole, plan.groups, {name: int(mask.sum()) for name, mask in plan.units(masks).items()})
+    small = narrowed(whole, plan.groups, {name: int(mask.sum()) for name, mask in chosen(masks, plan.scales).items()})
     cut = plan.cut(tensors, masks)
     load_tensors(small, cut)
     assert small(torch.rand(2, *shape)).shape == (2, 10)

@@ -39,25 +39,21 @@ class Prunable:
         shapes |= {name: self.shapes[name] for name in self.weights}
         return {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
 
-    def units(self, masks: Mapping[str, Tensor]) -> Tensors:
-        """Return the channels' masks: group name -> bool ``[size]``."""
-        return {group.name: masks[group.name] for group in self.groups}
-
     def positions(self, masks: Mapping[str, Tensor]) -> Tensors:
         """Return the positions kept of every tensor that can be pruned: tensor name -> bool of its shape."""
         indexed = {place.name for group in self.groups for place in group.places}
         shapes = {name: shape for name, shape in self.shapes.items() if name in indexed}
-        kept = expand(self.groups, self.units(masks), shapes)
+        kept = expand(self.groups, masks, shapes)
         return kept | {name: kept[name] & masks[name] if name in kept else masks[name] for name in self.weights}
 
     def cut(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
         """Return the smaller network: pruned channels are cut out, pruned weights are 0."""
         zeroed = {name: tensors[name] * masks[name] for name in self.weights}
-        return take({**tensors, **zeroed}, self.groups, self.units(masks))
+        return take({**tensors, **zeroed}, self.groups, masks)
 
-    def widen(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensors:
+    def widen(self, tensors: Mapping[str, Tensor], masks: Tensors) -> Tensors:
         """Return a smaller network's tensors in the shapes of the whole one, 0 at the positions that it lacks."""
-        return put(tensors, self.groups, self.units(masks), self.shapes)
+        return put(tensors, self.groups, masks, self.shapes)
 
     def pruned(self, masks: Mapping[str, Tensor]) -> float:
         """Return the fraction of all parameters, biases and BatchNorm's included, that is gone."""
