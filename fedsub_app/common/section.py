@@ -4,14 +4,8 @@ A key has one type, one range, one default, as its field has, and one descriptio
 TOML a key is kebab-case, and its value one word, number or text: None is ``""`` or 0, a tuple is a text with commas.
 """
 
-import ast
-import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
-from textwrap import dedent
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
@@ -29,24 +23,11 @@ class Section(BaseModel):
         alias_generator=lambda name: name.rstrip("_").replace("_", "-"),
         populate_by_name=True,
         defer_build=True,  # a command needs few of the sections
+        use_attribute_docstrings=True,
     )
 
     def toml(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True)
-
-    @classmethod
-    @cache
-    def docstrings(cls) -> dict[str, str]:
-        """Return key -> docstring under it, read on demand; pydantic would read all whenever the classes are loaded."""
-        texts: dict[str, str] = {}
-        for section in reversed(cls.__mro__):
-            with suppress(OSError, TypeError):  # a class without a file, or one of C
-                (code,) = ast.parse(dedent(inspect.getsource(section))).body if issubclass(section, Section) else [None]
-                for field, text in pairwise(getattr(code, "body", ())):
-                    match field, text:
-                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                            texts[str(cls.model_fields[name].alias)] = inspect.cleandoc(words)
-        return texts
 
 
 class SeedSettings(Section):

@@ -85,8 +85,12 @@ def describe() -> dict[str, tuple[str, str, str]]:
 
 
 def _about(key: str) -> list[str]:
+    """Return the lines of the docstring under a key; where a subclass only changes the default, that of its base."""
     section, _, own_key = key.rpartition(".")
-    return [line for line in _sections()[section and f"{section}."].docstrings().get(own_key, "").splitlines() if line]
+    bases = [base for base in _sections()[section and f"{section}."].__mro__ if issubclass(base, Section)]
+    same = (field for base in bases for field in base.model_fields.values() if field.alias == own_key)
+    text = next((field.description for field in same if field.description), "")
+    return [line for line in text.splitlines() if line]
 
 
 def _allowed(field: FieldInfo) -> str:
