@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.spelling import parse_pairs
-
-if TYPE_CHECKING:
-    from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import Value, parse_pairs
 
 
 # Completions: typer leaves out those that do not begin as the word does.
@@ -69,7 +66,7 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
     return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]
 
 
-def checked(pairs: Iterable[str]) -> "dict[str, Value]":
+def checked(pairs: Iterable[str]) -> dict[str, Value]:
     """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
     from fedsub_app.runs.config import check
 

@@ -4,16 +4,14 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
 from fedsub_app.cli.arguments import Pairs, Words, checked, split
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError
-
-if TYPE_CHECKING:
-    from fedsub_app.common.section import Value
+from fedsub_app.common.spelling import Value
 
 QUICKSTART = "quickstart/digits"
 
@@ -72,7 +70,7 @@ def run(
 
 def overrides_of(
     words: Sequence[str] | None, pairs: Sequence[str] | None = None, resume: Path | None = None
-) -> "dict[str, Value]":
+) -> dict[str, Value]:
     """Return the single keys that a command line of ``fedsub run`` asks for."""
     experiment, given = split(words, pairs)
     if not experiment and not given and not resume:
@@ -86,7 +84,7 @@ def overrides_of(
     return overrides
 
 
-def _set_keys(overrides: "dict[str, Value]", values: dict[str, str | bool], argument: str) -> None:
+def _set_keys(overrides: dict[str, Value], values: dict[str, str | bool], argument: str) -> None:
     for key in values.keys() & overrides.keys():
         raise UserError(f"-s {key}={overrides[key]}: not beside {argument}, which sets {key}")
     overrides |= values

@@ -8,14 +8,12 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 from fedsub_app.common.errors import UserError
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from fedsub_app.common.section import Json
-
+Json = dict[str, Any]
 CHECKSUM = "crc32"
 private = partial(os.open, mode=0o600)  # opener of files that their owner alone may read
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
@@ -95,12 +93,12 @@ def to_json(content: object, indent: int | None = None) -> str:
     return json.dumps(finite, indent=indent, allow_nan=False)
 
 
-def write_json(path: Path, content: "Json") -> None:
+def write_json(path: Path, content: Json) -> None:
     text = to_json(content | {CHECKSUM: checksum(content)}, indent=2)
     write_atomic(path, f"{text}\n".encode())
 
 
-def read_json(path: Path) -> "Json":
+def read_json(path: Path) -> Json:
     """Return the JSON object in a file, without the checksum of :func:`write_json`; files of 0.1.0 have none."""
     try:
         if path.exists() and not path.is_file():
@@ -117,6 +115,6 @@ def read_json(path: Path) -> "Json":
     return content
 
 
-def checksum(content: "Json") -> str:
+def checksum(content: Json) -> str:
     """Return the CRC-32 of an object's JSON text, 8 hexadecimal digits; an object read from the text has the same."""
     return f"{zlib.crc32(to_json(content).encode()):08x}"

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
+from fedsub_app.common.files import Json as Json
+from fedsub_app.common.spelling import Value as Value
+
 
 class Section(BaseModel):
     """A frozen, hashable set of settings; values keep their TOML type (no ``"3"`` for 3)."""
@@ -77,8 +80,6 @@ class Listed:
         return core_schema.no_info_wrap_validator_function(parse, handler(source), serialization=text)
 
 
-Value = str | int | float | bool  # of a key, in TOML
-Json = dict[str, Any]
 MILLION = 1_000_000  # no number has a use beyond it; without a bound 10**30 epochs hang and 10**30 clients crash
 Positive = Annotated[float, Field(gt=0, le=MILLION)]
 NonNegative = Annotated[float, Field(ge=0, le=MILLION)]

@@ -4,12 +4,10 @@ import difflib
 import tomllib
 from collections.abc import Collection, Iterable
 from datetime import date, time
-from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError
 
-if TYPE_CHECKING:  # pydantic takes its time
-    from fedsub_app.common.section import Value
+Value = str | int | float | bool  # of a key, in TOML
 
 
 def near(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
@@ -24,7 +22,7 @@ def one_of(word: str, known: Collection[str], *others: str) -> str:
     return "; ".join(filter(None, [", ".join(known), *others, near(word, known)]))
 
 
-def parse_pairs(pairs: Iterable[str]) -> "dict[str, Value]":
+def parse_pairs(pairs: Iterable[str]) -> dict[str, Value]:
     """Turn ``["lr=0.1", "method=fedavg"]`` into values: TOML where it parses, else the text itself."""
     values: dict[str, Value] = {}
     for pair in pairs:

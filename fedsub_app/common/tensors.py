@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from fedsub_app.common.section import Json as Json
+from fedsub_app.common.files import Json as Json
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

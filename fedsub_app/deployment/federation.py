@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import read_json, write_json
+from fedsub_app.common.spelling import Value
 from fedsub_app.deployment import commands, flower
 from fedsub_app.deployment.keys import general_name, make_keys
 from fedsub_app.deployment.processes import Process, answers, free_port, running, start, stop
-
-if TYPE_CHECKING:  # pydantic takes its time
-    from fedsub_app.common.section import Value
 
 STATE = "federation.json"
 START_S = 240.0  # a busy machine takes minutes; Flower alone takes a killed node for online for 60 s

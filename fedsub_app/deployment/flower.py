@@ -24,10 +24,10 @@ from fedsub_app.common.conf_files import is_file, read_toml
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.machine import cores
 from fedsub_app.common.own_code import bundled
+from fedsub_app.common.spelling import Value
 from fedsub_app.deployment import processes
 
 if TYPE_CHECKING:  # pydantic takes its time
-    from fedsub_app.common.section import Value
     from fedsub_app.settings import Settings
 
 CONNECTION, CLUSTER = "local-simulation", "ray-cluster"
@@ -131,7 +131,7 @@ def connections() -> dict[str, Any]:
     return {name: table for name, table in _config()["superlink"].items() if isinstance(table, dict)}
 
 
-def connect(name: str, connection: "Mapping[str, Value]") -> Path:
+def connect(name: str, connection: Mapping[str, Value]) -> Path:
     """Write a connection in the place of the one of its name, as Flower's own commands do; returns config.toml.
 
     Without keys there is none of that name any more.
@@ -151,7 +151,7 @@ def _config() -> dict[str, Any]:
     return content if "superlink" in content else content | {"superlink": {"default": CONNECTION}}
 
 
-def _simulation(nodes: int, gpus: int, cluster: bool) -> "dict[str, Value]":
+def _simulation(nodes: int, gpus: int, cluster: bool) -> dict[str, Value]:
     """Return a connection to a simulation, as single keys: its nodes and what each of them may use."""
     table: dict[str, Value] = {"address": LOCAL, NODES: nodes, CPUS: 1}
     if cluster:  # it brings its own cores: given a number, Ray refuses a cluster that runs already
@@ -209,7 +209,7 @@ def stop() -> str:
     return f"stopped the SuperLink, process {pid}, and what it had started"
 
 
-def run(connection: str, overrides: "Mapping[str, Value]") -> int:
+def run(connection: str, overrides: Mapping[str, Value]) -> int:
     """Run the app on a Flower connection, streaming its log; returns 0 only if the run completed."""
     from fedsub_app.runs.recorded import new_folder, settings_of
 
@@ -252,14 +252,14 @@ def run(connection: str, overrides: "Mapping[str, Value]") -> int:
     return 0
 
 
-def _toml(value: "Value") -> str:
+def _toml(value: Value) -> str:
     """Return a value as Flower reads it: numbers, booleans and plain strings are written alike in TOML and JSON."""
     if isinstance(value, str) and '"' in value and "'" not in value:  # Flower knows no escaped quotes
         return f"'{value}'"
     return json.dumps(value, ensure_ascii=False)
 
 
-def local_paths(settings: "Settings") -> "dict[str, Value]":
+def local_paths(settings: "Settings") -> dict[str, Value]:
     """Return the settings that name files of the working directory, with absolute paths."""
     from fedsub_app.data.settings import SOURCES
 
@@ -317,7 +317,7 @@ def _stream(command: Sequence[str], variables: Mapping[str, str]) -> None:
             raise
 
 
-def _ended(connection: str, run_id: str, status: str, overrides: "Mapping[str, Value]") -> str:
+def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, Value]) -> str:
     """Say what became of a run that did not complete, what stops it if it goes on, and what resumes it."""
     from fedsub_app.runs.recorded import resume_command
 
