@@ -117,8 +117,8 @@ def test_nothing_to_analyse_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_overlap_by_hand() -> None:
-    masks = [torch.tensor(row, dtype=torch.bool) for row in ([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0])]
-    assert overlap(masks).tolist() == [[1, pytest.approx(1 / 3), 0], [pytest.approx(1 / 3), 1, 0], [0, 0, 1]]
+    masks = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    assert overlap([masks]).tolist() == [[1, pytest.approx(1 / 3), 0], [pytest.approx(1 / 3), 1, 0], [0, 0, 1]]
 
 
 def test_personal_masks_and_clients(run_local: Run) -> None:
@@ -132,7 +132,8 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
     names = [max(n for n in client if n.startswith("mask/") and n.endswith("/fc3.weight")) for client in state]
     newest = [client[name] for client, name in zip(state, names, strict=True)]
     shapes = {"fc3.weight": torch.Size((128, 64))}
-    found = overlap([unpack_bits({"fc3.weight": bits}, shapes)["fc3.weight"] for bits in newest])
+    masks = [unpack_bits({"fc3.weight": bits}, shapes)["fc3.weight"].flatten() for bits in newest]
+    found = overlap([torch.stack(masks)])
     expected = float(found[~torch.eye(3, dtype=torch.bool)].mean())
     assert float(next(row[2] for row in rows if row[:2] == ["3", "fc3.weight"])) == pytest.approx(expected, abs=1e-4)
     for name in ("overlap", "overlap-rounds"):

@@ -148,7 +148,7 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
         if masks is None:
             return []
         names = [name.removesuffix(".weight") for name in masks[0]]
-        last = {name: overlap([of_client[name] for of_client in masks]) for name in masks[0]}
+        last = {name: overlap([torch.stack([of[name].flatten() for of in masks])]) for name in masks[0]}
         ours = torch.tensor([first.get(client, math.inf) <= checkpoint.round for client in range(len(masks))])
         if (pairs := others & ours & ours[:, None]).any():
             means[checkpoint.round] = [float(overlaps[pairs].mean()) for overlaps in last.values()]

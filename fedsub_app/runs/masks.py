@@ -1,6 +1,6 @@
 """The masks of a run's clients, read from its checkpoints, and their overlap."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,19 +21,12 @@ def strategy_of(settings: Settings) -> SubnetStrategy:
     return METHODS[settings.method].strategy(settings, Problem.of(settings).network())
 
 
-def overlap(masks: Sequence[Tensor]) -> Tensor:
-    """Return intersection over union of every pair of bool masks of one shape, float [N, N]; 1 where both are empty."""
-    return _over_union(_in_both(torch.stack([mask.flatten() for mask in masks])))
+def overlap(layers: Iterable[Tensor]) -> Tensor:
+    """Return intersection over union of every pair of N clients' masks over all layers, float [N, N].
 
-
-def _in_both(masks: Tensor) -> Tensor:
-    """Return the number of positions that every pair of masks shares: bool [N, n] -> float [N, N]."""
-    numbers = masks.float()
-    return numbers @ numbers.T
-
-
-def _over_union(both: Tensor) -> Tensor:
-    """Return the intersection over union of masks from each pair's shared positions; the diagonal has their sizes."""
+    ``layers``: bool [N, n] each. The overlap of two empty masks is 1.
+    """
+    both = torch.stack([kept.float() @ kept.float().T for kept in layers]).sum(0)  # positions that each pair shares
     sizes = both.diagonal()
     either = sizes[:, None] + sizes[None, :] - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
@@ -63,14 +56,14 @@ def last_masks(folder: Path) -> Masks | None:
     strategy = strategy_of(settings_of({"run-dir": str(folder), "resume": True}))
     strategy.load_state(checkpoint.state)
     units = strategy.unit_masks()
-    positions = strategy.position_masks() if units is None else None
     if units is not None:
+        kind = "units"
         layers = {name: kept.T for name, kept in split(units.T, strategy.units).items()}  # bool [clients, size]
-    elif positions:
+    elif positions := strategy.position_masks():
+        kind = "positions"
         layers = {name: torch.stack([masks[name].flatten() for masks in positions]) for name in positions[0]}
     else:
         return None
-    alike = _over_union(torch.stack([_in_both(kept) for kept in layers.values()]).sum(0))  # a layer at a time in memory
     shares = torch.stack([kept.float().mean(1) for kept in layers.values()], 1)
     names = [name.removesuffix(".weight") for name in layers]
-    return Masks("positions" if units is None else "units", checkpoint.round, names, shares.tolist(), alike.tolist())
+    return Masks(kind, checkpoint.round, names, shares.tolist(), overlap(layers.values()).tolist())
