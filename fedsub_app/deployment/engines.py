@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.late import uncollected
@@ -112,18 +112,9 @@ def _draw(folder: Path, wait: bool) -> None:
         log.warning("no pictures: %s", one_line(error))
 
 
-class _Lines(logging.StreamHandler[TextIO]):
-    """Lines on a stream. Where nobody reads it any more, as in ``fedsub run | head``, the run goes on without them."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is of logging
-        if isinstance(sys.exc_info()[1], OSError):
-            self.setLevel(logging.CRITICAL + 1)
-        else:
-            super().handleError(record)
-
-
 def log_lines(file: Path | None = None) -> None:
     """Log plain lines to a file, else to the current stdout, which Flower replaces to stream it."""
-    log.handlers[:] = [logging.FileHandler(file) if file else _Lines(sys.stdout)]
+    log.handlers[:] = [logging.FileHandler(file) if file else logging.StreamHandler(sys.stdout)]
+    logging.raiseExceptions = False  # where nobody reads the lines, as in `fedsub run | head`, the run goes on
     log.setLevel(logging.INFO)
     log.propagate = False
