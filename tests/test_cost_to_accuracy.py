@@ -34,6 +34,7 @@ from fedsub_app.training.costs import forward_flops, training_flops
 
 Run = Callable[..., tuple[Json, Path]]
 KEY = "global-accuracy"
+ACCURACY = Score()
 Curve = dict[int, float]
 
 
@@ -54,12 +55,14 @@ def test_the_mean_is_of_the_last_ten_rounds() -> None:
     found = averages(lines(every([float(k) for k in range(1, 13)])), KEY)
     assert found[:3] == [(1, 1.0), (2, 1.5), (3, 2.0)]
     assert found[9:] == [(10, 5.5), (11, 6.5), (12, 7.5)]
-    assert best(found) == 7.5
+    assert best(found, ACCURACY) == 7.5
 
 
 def test_the_best_mean_is_of_ten_rounds_where_there_are_ten() -> None:
-    assert best(averages(lines(every([80.0] + [10.0] * 9)), KEY)) == 17.0
-    assert best(averages(lines(every([80.0] + [10.0] * 8)), KEY)) == pytest.approx(160 / 9)  # nine rounds in all
+    assert best(averages(lines(every([80.0] + [10.0] * 9)), KEY), ACCURACY) == 17.0
+    assert best(averages(lines(every([80.0] + [10.0] * 8)), KEY), ACCURACY) == pytest.approx(
+        160 / 9
+    )  # nine rounds in all
 
 
 def test_with_evaluations_every_few_rounds_the_mean_is_over_those_of_ten_rounds() -> None:
@@ -84,7 +87,7 @@ def test_with_evaluations_every_few_rounds_the_mean_is_over_those_of_ten_rounds(
     ],
 )
 def test_the_threshold_is_held_for_five_rounds(means: list[float], step: int, number: int | None) -> None:
-    assert round_reached([(step * (k + 1), mean) for k, mean in enumerate(means)], 5.0) == number
+    assert round_reached([(step * (k + 1), mean) for k, mean in enumerate(means)], 5.0, ACCURACY) == number
 
 
 def test_a_comparison_by_hand() -> None:
@@ -94,14 +97,17 @@ def test_a_comparison_by_hand() -> None:
         "rising": lines({n: min(2.0 * n, 50.0) for n in range(1, 40)}, flops=7e9),
         "late": lines({n: 0.0 if n <= 16 else 100.0 for n in range(1, 21)}),
     }
-    threshold, costs = costs_to_accuracy(runs, KEY)
+    threshold, costs = costs_to_accuracy(runs, KEY, ACCURACY)
     assert threshold == 45.0
     assert costs["flat"] == (50.0, Reached(5, 5.0, 10.0, 15.0))
     assert costs["low"] == (44.0, None)
     assert costs["late"] == (40.0, None)
     # From round 10 to 25 the mean is 2n - 9, afterwards 50 - (34 - n)(35 - n) / 10: first above 45 in round 28 (45.8).
     assert costs["rising"] == (50.0, Reached(32, 32.0, 64.0, 224.0))
-    assert cells([costs["rising"], costs["low"]]) == ["50.00, 44.00", *(f"{n}, not reached" for n in (32, 32, 64, 224))]
+    assert cells([costs["rising"], costs["low"]], ACCURACY, timed=False) == [
+        "50.00, 44.00",
+        *(f"{n}, not reached" for n in (32, 32, 64, 224)),
+    ]
 
 
 def test_a_loss_below_zero_has_a_threshold_above_the_best() -> None:
@@ -114,11 +120,11 @@ def test_a_loss_below_zero_has_a_threshold_above_the_best() -> None:
 
 def test_runs_of_before_the_papers_count_was_recorded() -> None:
     old = [{k: v for k, v in line.items() if k != "published-flops"} for line in lines(every([50.0] * 5))]
-    _, costs = costs_to_accuracy({"old": old}, KEY)
+    _, costs = costs_to_accuracy({"old": old}, KEY, ACCURACY)
     reached = costs["old"].reached
     assert reached is not None
     assert math.isnan(reached.published_gflops)
-    assert cells([costs["old"]]) == ["50.00", "5", "5", "–", "15"]
+    assert cells([costs["old"]], ACCURACY, timed=False) == ["50.00", "5", "5", "–", "15"]
 
 
 curves = st.lists(st.floats(0, 100), min_size=1, max_size=40)
@@ -129,7 +135,7 @@ steps = st.integers(1, 12)
 @settings(deadline=None)
 def test_a_higher_threshold_is_not_reached_earlier(values: list[float], step: int, one: float, other: float) -> None:
     found = averages(lines(every(values, step)), KEY)
-    low, high = (round_reached(found, threshold) or math.inf for threshold in sorted((one, other)))
+    low, high = (round_reached(found, threshold, ACCURACY) or math.inf for threshold in sorted((one, other)))
     assert low <= high
 
 
@@ -137,9 +143,9 @@ def test_a_higher_threshold_is_not_reached_earlier(values: list[float], step: in
 @settings(deadline=None)
 def test_what_happens_later_changes_nothing(values: list[float], step: int, threshold: float) -> None:
     found = averages(lines(every(values, step)), KEY)
-    number = round_reached(found, threshold)
+    number = round_reached(found, threshold, ACCURACY)
     for longer in (values + [0.0] * 20, values + [100.0] * 20):
-        after = round_reached(averages(lines(every(longer, step)), KEY), threshold)
+        after = round_reached(averages(lines(every(longer, step)), KEY), threshold, ACCURACY)
         assert after == number if number else after is None or after > len(values) * step
 
 
@@ -149,17 +155,17 @@ def test_means_lie_between_the_evaluations(values: list[float], step: int) -> No
     found = averages(lines(every(values, step)), KEY)
     assert all(min(values) - 1e-9 <= mean <= max(values) + 1e-9 for _, mean in found)
     assert found[0] == (step, values[0])
-    assert round_reached(found, 0.0) == next((n for n, _ in found if n - step >= 4), None)
+    assert round_reached(found, 0.0, ACCURACY) == next((n for n, _ in found if n - step >= 4), None)
 
 
 @given(st.lists(curves, min_size=1, max_size=4), st.floats(0.01, 10))
 @settings(deadline=None)
 def test_the_best_run_sets_the_threshold_and_costs_are_sums(of_runs: list[list[float]], scale: float) -> None:
     runs = {str(k): lines(every(values)) for k, values in enumerate(of_runs)}
-    threshold, costs = costs_to_accuracy(runs, KEY)
+    threshold, costs = costs_to_accuracy(runs, KEY, ACCURACY)
     assert threshold == pytest.approx(0.9 * max(cost.best for cost in costs.values()))
     dearer = {"flops": 3e9 * scale}
-    _, other = costs_to_accuracy({name: [line | dearer for line in run] for name, run in runs.items()}, KEY)
+    _, other = costs_to_accuracy({name: [line | dearer for line in run] for name, run in runs.items()}, KEY, ACCURACY)
     for name, cost in costs.items():
         assert (cost.reached is None) == (other[name].reached is None)
         if cost.reached:
@@ -231,10 +237,12 @@ def test_reproduce_and_report_say_the_same(
     header, fedavg, nothing, alone = csv.reader((out / "my-small-cost-to-accuracy.csv").open())
     folders = [out / f"digits-{name}/seed0" for name in ("fedavg", "nothing")]
     runs = {folder.parent.name: read_rounds(folder) for folder in folders}
-    threshold, costs = costs_to_accuracy(runs, KEY)
+    threshold, costs = costs_to_accuracy(runs, KEY, ACCURACY)
     row = dict(zip(header[:6], fedavg, strict=False))
     assert row["threshold (%)"] == f"{threshold:.2f}"
-    assert [row[column] for column in ("best (%)", "rounds", "GB")] == cells([costs["digits-fedavg"]])[:3]
+    assert [row[column] for column in ("best (%)", "rounds", "GB")] == cells(
+        [costs["digits-fedavg"]], ACCURACY, timed=False
+    )[:3]
     assert (fedavg[6], fedavg[9]) == ("1st (3)", "FAIL")
     assert nothing[4:] == [*2 * ["not reached"], "", *2 * ["not reached"], ""]
     assert alone == ["digits", "alone", *[""] * 8]  # it has not measured the global model

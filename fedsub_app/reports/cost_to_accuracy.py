@@ -29,7 +29,6 @@ WINDOW = 10  # rounds of a mean
 ROUNDS_IN_A_ROW = 5  # at or above the threshold
 FRACTION = 0.9  # of the best accuracy
 
-ACCURACY = Score()
 Averages = list[tuple[int, float]]
 
 
@@ -65,13 +64,13 @@ def averages(lines: Sequence[Json], key: str) -> Averages:
     return means
 
 
-def best(means: Averages, score: Score = ACCURACY) -> float:
+def best(means: Averages, score: Score) -> float:
     """Return the best of :func:`averages`, of which there must be one, of whole windows where there are any."""
     whole = min(WINDOW, means[-1][0])
     return score.best(mean for number, mean in means if number >= whole)
 
 
-def round_reached(means: Averages, threshold: float, score: Score = ACCURACY) -> int | None:
+def round_reached(means: Averages, threshold: float, score: Score) -> int | None:
     """Return the round at whose end the averages have been at the threshold or better for five rounds in a row."""
     since = None
     for number, mean in means:
@@ -84,9 +83,7 @@ def round_reached(means: Averages, threshold: float, score: Score = ACCURACY) ->
     return None
 
 
-def costs_to_accuracy(
-    runs: Mapping[str, Sequence[Json]], key: str, score: Score = ACCURACY
-) -> tuple[float, dict[str, Cost]]:
+def costs_to_accuracy(runs: Mapping[str, Sequence[Json]], key: str, score: Score) -> tuple[float, dict[str, Cost]]:
     """Return the threshold that the best of some runs sets, and what it has cost each of them.
 
     ``runs``: name -> lines, one after round 0 at least with ``key``; where low is good: the best over ``FRACTION``.
@@ -113,7 +110,7 @@ def _spent(lines: Sequence[Json], last_round: int) -> Reached:
     return Reached(last_round, sent, published, total("flops"), seconds)
 
 
-def columns(score: Score, timed: bool = False) -> tuple[str, ...]:
+def columns(score: Score, timed: bool) -> tuple[str, ...]:
     """Return the header of :func:`cells`; ``timed``: with the devices' clock."""
     names = (score.titled("best"), "rounds", "GB", "GFLOPs, paper's count", "GFLOPs", "device seconds")
     return names if timed else names[:-1]
@@ -130,7 +127,7 @@ def about(score: Score) -> str:
     )
 
 
-def cells(costs: Sequence[Cost], score: Score = ACCURACY, timed: bool = False) -> list[str]:
+def cells(costs: Sequence[Cost], score: Score, timed: bool) -> list[str]:
     """Return the text of :func:`columns` for the runs of a row, one a seed."""
     reached, never = [cost.reached for cost in costs], "not reached"
     columns = [[score.number(cost.best) for cost in costs]]
