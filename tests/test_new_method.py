@@ -10,6 +10,7 @@ import pytest
 
 from fedsub_app.cli.new_method import new_method
 from fedsub_app.common.errors import UserError
+from fedsub_app.deployment import flower
 from fedsub_app.deployment.flower import PROJECT
 
 
@@ -50,8 +51,9 @@ def test_what_it_writes_passes_at_once(project: Path) -> None:
     assert "fed-foo.step" in in_copy(project, "fedsub_app.cli", "list", "settings").stdout
 
 
-def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
-    new_method("FedBAR", project)
+def test_classes_keep_the_capitals_of_the_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower, "PROJECT", project)
+    new_method("FedBAR")
     for package, classes in (("strategies", ("FedBARSettings", "FedBAR")), ("client_apps", ("FedBARClient",))):
         text = (project / package / "fedbar.py").read_text()
         assert all(f"class {name}(" in text for name in classes)
@@ -62,28 +64,33 @@ def test_classes_keep_the_capitals_of_the_name(project: Path) -> None:
     )
 
 
-def test_long_names_are_registered_as_the_formatter_would(project: Path) -> None:
+def test_long_names_are_registered_as_the_formatter_would(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an indented line, and an argument a line."""
+    monkeypatch.setattr(flower, "PROJECT", project)
     for name in ("LotteryFL", "FedAdaptive"):
-        new_method(name, project)
+        new_method(name)
     done = in_copy(project, "ruff", "format", "--check", "fedsub_app/runs/methods.py", "tests/helpers.py")
     assert done.returncode == 0, done.stdout
 
 
-def test_names_that_are_none(tmp_path: Path) -> None:
+def test_names_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower, "PROJECT", tmp_path)
     for name in ("Fed Foo", "Fed_Foo", "", "../x", "1st"):
         with pytest.raises(UserError, match=r"must be lower-case letters and digits, in words joined by '-'"):
-            new_method(name, tmp_path)
+            new_method(name)
     with pytest.raises(UserError, match="method 'fedavg': there is one of that name"):
-        new_method("fedavg", tmp_path)
+        new_method("fedavg")
     with pytest.raises(UserError, match=f"{tmp_path}: not a checkout of fedsub, which a method is added to"):
-        new_method("fedfoo", tmp_path)
+        new_method("fedfoo")
+    shutil.copytree(PROJECT / "examples/new-method", tmp_path / "examples/new-method")
+    there = {*tmp_path.rglob("*")}
     for path in ("tests/helpers.py", "strategies/fedfoo.py"):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("")
     for name, word in (("Lambda", "lambda"), ("None", "None")):
         with pytest.raises(UserError, match=f"method '{name.lower()}': {word} is a word of Python"):
-            new_method(name, tmp_path)
+            new_method(name)
     with pytest.raises(UserError, match=r"strategies/fedfoo\.py: there already"):
-        new_method("fedfoo", tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*.py")) == ["fedfoo.py", "helpers.py"]
+        new_method("fedfoo")
+    new = {path.name for path in {*tmp_path.rglob("*")} - there if path.is_file()}
+    assert new == {"fedfoo.py", "helpers.py"}

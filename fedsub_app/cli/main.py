@@ -26,7 +26,7 @@ GROUPS: dict[str, dict[str, Callable[..., object]]] = {
     "Use a model": {"predict": reports.predict},
     "Learn": {"list": listing.list_names, "help": listing.explain, "cp": listing.copy},
     "This machine": {"setup": federation.setup, "stop": federation.stop},
-    "Extend": {"new-method": new_method.write_method},
+    "Extend": {"new-method": new_method.new_method},
 }
 app = typer.Typer(
     help="Run, compare and deploy sub-network federated learning.",

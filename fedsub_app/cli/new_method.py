@@ -17,32 +17,23 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import write_atomic
 
 
-def write_method(
+def new_method(
     name: Annotated[str, Argument(help="name of the classes, such as FedFoo; in lower case the `method`")],
 ) -> None:
     """Write the files of a method of your own, to be filled in."""
     from fedsub_app.deployment.flower import PROJECT
-
-    for path in new_method(name, PROJECT):
-        print(path)
-    print("left to you: the method, its paper in the heads, rows in docs/bad-input.md and CHANGELOG.md")
-
-
-def new_method(spelled: str, project: Path) -> list[Path]:
-    """Write a method's files into a checkout and register it; returns them. ``spelled``: with capitals, ``Fed-Foo``."""
-    from fedsub_app.deployment.flower import PROJECT
     from fedsub_app.runs.methods import check_name
 
-    name = spelled.lower()
-    check_name(name)
-    if not (project / "tests/helpers.py").is_file():
+    method = name.lower()
+    check_name(method)
+    if not (PROJECT / "tests/helpers.py").is_file():
         other = "method = 'FILE.py:NAME' takes a file of yours"
-        raise UserError(f"{project}: not a checkout of fedsub, which a method is added to; {other}")
-    module = name.replace("-", "_")
-    class_name = "".join(word[0].upper() + word[1:] for word in spelled.split("-"))
+        raise UserError(f"{PROJECT}: not a checkout of fedsub, which a method is added to; {other}")
+    module = method.replace("-", "_")
+    class_name = "".join(word[0].upper() + word[1:] for word in name.split("-"))
     if word := next(filter(iskeyword, (module, class_name)), ""):
-        raise UserError(f"method {name!r}: {word} is a word of Python; no module or class can have this name")
-    words = {"fed_foo": module, "fed-foo": name, "FedFoo": class_name}
+        raise UserError(f"method {method!r}: {word} is a word of Python; no module or class can have this name")
+    words = {"fed_foo": module, "fed-foo": method, "FedFoo": class_name}
     templates, texts = PROJECT / "examples" / "new-method", {}
     for template in sorted(path for path in templates.rglob("*.*") if path.suffix in (".py", ".toml")):
         place, text = template.relative_to(templates).as_posix(), template.read_text()
@@ -50,23 +41,25 @@ def new_method(spelled: str, project: Path) -> list[Path]:
             place, text = place.replace(word, own), text.replace(word, own)
         texts[place] = text
     for path in texts:
-        if (project / path).exists():
-            raise UserError(f"{project / path}: there already")
+        if (PROJECT / path).exists():
+            raise UserError(f"{PROJECT / path}: there already")
     given = ['"authors and year"', *(f'"{module}:{class_name}{kind}"' for kind in ("Settings", "", "Client"))]
     row = ", ".join(given)
     forms = row, f"\n        {row}\n    ", "".join(f"\n        {argument}," for argument in given) + "\n    "
-    lines = [f'    "{name}": Method({form}),\n' for form in forms]  # as the formatter breaks them
+    lines = [f'    "{method}": Method({form}),\n' for form in forms]  # as the formatter breaks them
     line = next((line for line in lines if max(map(len, line.split("\n"))) <= 120), lines[-1])
     # The register's last line, and the first one of the tests' keys of each method.
     register = "fedsub_app/runs/methods.py"
-    texts[register] = _with(project / register, r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
-    keys = rf'\1    "{name}": {{}},\n'
-    texts["tests/helpers.py"] = _with(project / "tests/helpers.py", r"(?m)(^METHOD_KEYS: .*= {\n)", keys)
+    texts[register] = _with(PROJECT / register, r"(?ms)(.*^)(}\n)", rf"\1{line}\2")
+    keys = rf'\1    "{method}": {{}},\n'
+    texts["tests/helpers.py"] = _with(PROJECT / "tests/helpers.py", r"(?m)(^METHOD_KEYS: .*= {\n)", keys)
     for path, text in texts.items():
-        (project / path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(project / path, text.encode())
-    write_defaults(project)
-    return [project / path for path in (*texts, "pyproject.toml")]
+        (PROJECT / path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(PROJECT / path, text.encode())
+    write_defaults(PROJECT)
+    for path in (*texts, "pyproject.toml"):
+        print(PROJECT / path)
+    print("left to you: the method, its paper in the heads, rows in docs/bad-input.md and CHANGELOG.md")
 
 
 def _with(path: Path, pattern: str, new: str) -> str:
