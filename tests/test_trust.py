@@ -91,7 +91,7 @@ def test_a_start_waits_for_processes_that_run_and_ends_with_one_that_has_ended(t
     command = ["python", "-c", "import time; time.sleep(60)"]
     pid = machine.start(command, tmp_path / "superlink.log", os.environ)
     processes = {"superlink": machine.Process(command, pid), "node-0": machine.Process(["not", "started"])}
-    starting = machine.Starting(tmp_path, machine.Federation(processes=processes), print)
+    starting = machine.Starting(tmp_path, machine.Federation(processes=processes))
     try:
         starting.wait("late", list(processes))
     finally:

@@ -57,7 +57,6 @@ def up(
     folder = _folder(dir)
     federation = start(
         folder,
-        print,
         nodes=nodes,
         partitions=partitions,
         port=port,

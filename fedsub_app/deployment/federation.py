@@ -7,7 +7,7 @@ process's log, and a folder for each process that holds its FLWR_HOME and, of a 
 import re
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,10 @@ def read(folder: Path) -> Federation:
         raise UserError(f"{path}: not what a federation wrote ({error})") from None
 
 
-def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federation:
-    """Start a federation, or what has ended of the one that runs in ``folder``.
+def up(folder: Path, **changes: Any) -> Federation:
+    """Start a federation, or what has ended of the one that runs in ``folder``; print a line for each step.
 
-    ``report``: called with one line for each step. ``changes``: attributes of :class:`Federation`; ``None``: as it was,
-    else the default.
+    ``changes``: attributes of :class:`Federation`; ``None``: as it was, else the default.
 
     :class:`UserError`: another one runs there, or something does not start; then all that was started is ended.
     """
@@ -79,7 +78,7 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     keys = None if federation.insecure else folder / "keys"
     if keys:
         for path in make_keys(keys, [federation.host] if federation.host else [], federation.nodes):
-            report(f"{path}: made")
+            print(f"{path}: made")
     if not (folder / "superlink.db").exists():
         federation.registered = []
     if has_door(federation):
@@ -88,7 +87,7 @@ def up(folder: Path, report: Callable[[str], None], **changes: Any) -> Federatio
     wanted = _commands(folder, federation, keys).items()
     federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
     try:
-        Starting(folder, federation, report).all()
+        Starting(folder, federation).all()
     except BaseException:
         stop({name: process for name, process in federation.processes.items() if name not in before})
         raise
@@ -171,7 +170,6 @@ class Starting:
 
     folder: Path
     federation: Federation
-    report: Callable[[str], None]
     deadline: float = field(default_factory=lambda: time.monotonic() + START_S)
 
     def all(self) -> None:
@@ -187,7 +185,7 @@ class Starting:
         address = f"{commands.LOOPBACK}:{federation.port}"
         ours = {flower.FOLDER_KEY: str(self.folder), flower.DATA_KEY: federation.data_dir}
         config = flower.connect(federation.name, {"address": address, **trust, **ours})
-        self.report(f"{config}: connection {federation.name}")
+        print(f"{config}: connection {federation.name}")
         for number in range(federation.nodes):
             if not federation.insecure and number not in federation.registered:
                 public = self.folder / "keys" / f"{commands.node(number)}.pub"
@@ -218,7 +216,7 @@ class Starting:
         pid = start(process.command, self.log(name), flower.full_environment() | folders)
         self.federation.processes[name] = replace(process, pid=pid)
         self.save()
-        self.report(f"{name}: started")
+        print(f"{name}: started")
 
     def wait(self, late: str, names: Collection[str]) -> None:
         """Wait a moment; raise :class:`UserError` if one of these processes has ended or time is up."""
