@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,11 +112,10 @@ def at_budgets(record: Record, metric: str) -> Json:
     for key in [key for key in BUDGETS if record.settings.get(key)]:
         limit, (_, unit, name) = float(record.settings[key]), BUDGETS[key]
         within = [n for n in evaluated if spent(lines[: n + 1], key, last_evaluation=True) <= limit]
-        if not within:  # the first evaluation is beyond it
-            continue
-        last = lines[within[-1]]
-        at: Json = {key: last[key] for key in ("round", "served") if key in last}
-        found[f"{limit / unit:g} {name}"] = at | {"final": last[metric], "spent": spent(lines, key, True) / limit}
+        if within:  # else the first evaluation is beyond it
+            last = lines[within[-1]]
+            at: Json = {key: last[key] for key in ("round", "served") if key in last}
+            found[f"{limit / unit:g} {name}"] = at | {"final": last[metric], "spent": spent(lines, key, True) / limit}
     return found
 
 
@@ -128,14 +128,11 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 def read_evidence(path: Path) -> Json:
     content = read_json(path)
-    try:
+    with suppress(KeyError, TypeError, ValueError):
         rows = [(row["setting"], row["method"], *(int(run["seed"]) for run in row["runs"])) for row in content["rows"]]
-        known = bool(rows) and isinstance(content.get("set", {}), dict) and type(content.get("seeds", 1)) is int
-    except (KeyError, TypeError, ValueError):
-        known = False
-    if not known:
-        raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
-    return content
+        if rows and isinstance(content.get("set", {}), dict) and type(content.get("seeds", 1)) is int:
+            return content
+    raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
 
 
 def row_of(content: Json, setting: str, method: str) -> Json | None:

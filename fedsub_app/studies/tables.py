@@ -85,11 +85,8 @@ class Table(Entry):
         if self.reference not in ("", *labels):
             raise ValueError(f"reference = {self.reference!r}: no such method; allowed are {', '.join(labels)}")
         for number, setting in enumerate(self.settings, 1):
-            for label in setting.paper:
-                if label not in labels:
-                    raise ValueError(
-                        f"setting {number}, paper.{label}: no such method; allowed are {', '.join(labels)}"
-                    )
+            if wrong := [label for label in setting.paper if label not in labels]:
+                raise ValueError(f"setting {number}, paper.{wrong[0]}: no such method; allowed are {', '.join(labels)}")
         return self
 
     @property
@@ -139,10 +136,8 @@ def read_table(name: str) -> Table:
 def _fault(error: ValidationError) -> str:
     """Return the first fault: ``setting 2, paper, FedAvg: 'finall': unknown key; allowed are …``."""
     first = error.errors()[0]
-    where = ""
-    for part in first["loc"]:
-        where += f" {part + 1}" if isinstance(part, int) else f", {part}"
-    where = where.removeprefix(", ")
+    places = (f" {place + 1}" if isinstance(place, int) else f", {place}" for place in first["loc"])
+    where = "".join(places).removeprefix(", ")
     if first["type"] == "missing":
         return f"{where}: missing"
     if first["type"] == "value_error":  # our own checks already say what is allowed
