@@ -147,12 +147,10 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
             drawn.append((about.title, pictures.svg_of_lines(about.title, about.axis, "round", lines), True))
     for group in groups:
         try:
-            masked = last_masks(group.records[0].folder)
+            if masked := last_masks(group.records[0].folder):
+                masks.append({"label": group.label, "found": masked})
         except UserError as error:
             masks.append({"label": group.label, "said": str(error)})
-            continue
-        if masked:
-            masks.append({"label": group.label, "found": masked})
     return {"pictures": drawn, "masks": masks}
 
 

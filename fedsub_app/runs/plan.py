@@ -55,11 +55,10 @@ def plan(settings: Settings) -> str:
 
 def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
     """Yield number, name, and bytes down and up by the formula of the first round of each of the method's stages."""
-    seen = set()
+    firsts: dict[str, int] = {}
     for number in range(1, strategy.settings.num_rounds + 1):
-        if (name := strategy.stage(number)) in seen:
-            continue
-        seen.add(name)
+        firsts.setdefault(strategy.stage(number), number)
+    for name, number in firsts.items():
         strategy.round = number
         clients = [client for client in strategy.federation.sample(number) if strategy.fits(client)]
         down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
