@@ -26,14 +26,13 @@ from fedsub_app.common.machine import machine_facts
 from fedsub_app.common.own_code import code_file, state_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import CPU, Json, Tensors
 from fedsub_app.models import check_base
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
 
-CPU = torch.device("cpu")
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 DATA = "samples"  # key of settings.json: digest of the samples
 BASE = "base"  # key of settings.json: digest of the network's frozen base
