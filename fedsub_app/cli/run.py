@@ -1,6 +1,5 @@
 """``fedsub run``: one run on the local engine, on Flower's simulation or on a federation."""
 
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typer import Option
 from fedsub_app.cli.arguments import Pairs, Words, checked, split
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.late import uncollected
 from fedsub_app.common.spelling import Value
 
 QUICKSTART = "quickstart/digits"
@@ -44,28 +44,23 @@ def run(
         raise UserError(f"--engine {engine}: needs a checkout of fedsub, which Flower bundles; {other}")
     overrides = overrides_of(words, pairs, resume)
     settings = settings_of(overrides)  # bad input is said before torch is loaded
-    gc.disable()  # what torch and Flower load is there to stay: looking through it is a tenth of the start
-    try:
-        if dry_run:
+    if dry_run:
+        with uncollected():
             from fedsub_app.runs.plan import plan
 
-            print(plan(settings))
-            return 0
+        print(plan(settings))
+        return 0
+    try:
         if engine != "local":
             return flower.run(engine, overrides)
         from fedsub_app.deployment.engines import log_lines, run_local
 
-        gc.freeze()
-        gc.enable()
         log_lines()
         run_local(overrides, workers)
         return 0
     except RunFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
-    finally:
-        gc.unfreeze()
-        gc.enable()
 
 
 def overrides_of(
