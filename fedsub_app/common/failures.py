@@ -18,16 +18,11 @@ def machine_failure(error: BaseException) -> str:
     """Return in one line how the machine has failed, or "" if the exception has another cause."""
     if isinstance(error, MachineFailed):
         return str(error)
-    if out_of_memory(error):
+    no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    no_memory |= isinstance(error, RuntimeError) and any(words in str(error) for words in USED_UP)
+    if no_memory or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return f"out of memory: {one_line(error)}"
     return f"the GPU failed: {one_line(error)}" if gpu_lost() else ""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Say whether an exception means that the memory of the machine, or of a GPU, is used up."""
-    if isinstance(error, RuntimeError):
-        return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in str(error) for words in USED_UP)
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def gpu_lost() -> bool:
