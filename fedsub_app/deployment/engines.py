@@ -1,7 +1,6 @@
 """The engines' common door: it starts a run, and draws its pictures and logs its summary at the end."""
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -99,10 +98,9 @@ def _draw(folder: Path, wait: bool) -> None:
         if wait:
             read_run(folder).draw()
             return
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         subprocess.Popen(
             [sys.executable, "-m", "fedsub_app.reports.records", str(folder)],
-            env={**os.environ, "PYTHONPATH": path},
+            cwd=Path(__file__).resolve().parents[2],  # of the package, which may not be installed
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
