@@ -97,10 +97,9 @@ def answer(header: Json, parts: Sequence[tuple[Json, Tensors]], context: Context
     except UserError as error:
         return pack(stamp | {"error": _logged(str(error))}, [])
     except Exception as error:
-        failure = machine_failure(error) if simulated() else ""
-        if not failure:
-            raise
-        return pack(stamp | {"error": printable(failure), "fatal": True}, [])
+        if simulated() and (failure := machine_failure(error)):
+            return pack(stamp | {"error": printable(failure), "fatal": True}, [])
+        raise
 
 
 def _content(
