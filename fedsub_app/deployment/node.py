@@ -155,11 +155,9 @@ def run(node: Node) -> int:
     node.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folders = {"FLWR_HOME": str(node.state / "flwr"), "PYTHONUNBUFFERED": "1"}
     variables = {"FEDSUB_CACHE": str(node.state / "cache")} | flower.full_environment() | folders
-    program, *arguments = node.command
-    command = [str(Path(sys.executable).parent / program), *arguments]
     code, ended = 0, False
     options: dict[str, Any] = {"stdout": -1, "stderr": -2, "text": True, "umask": 0o077, "start_new_session": True}
-    with subprocess.Popen(command, env=variables, **options) as process:
+    with subprocess.Popen(node.command, env=variables, **options) as process:
 
         def end(*_: object) -> None:
             nonlocal ended

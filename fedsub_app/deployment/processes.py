@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +29,11 @@ class Process:
 
 
 def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
-    """Start one of Flower's commands of this Python environment, in a process group of its own; returns its id."""
-    program = str(Path(sys.executable).parent / command[0])
+    """Start a command that the variables' PATH finds, in a process group of its own; returns its id."""
     with open(log, "ab", opener=private) as file:
         process = subprocess.Popen(
-            [program, *command[1:]],
-            env=dict(variables),
+            command,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
