@@ -10,23 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count, CountOrZero, Value, wanted
+from fedsub_app.common.section import Count, CountOrZero, Section, Value, wanted
 from fedsub_app.runs.config import applicable_keys
 
 
-class Entry(BaseModel):
-    """A part of a table's file, which holds the class's keys and no others."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
+class Entry(Section):
+    """A part of a table's file; a key that it does not have is told with those that it has."""
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, content: Any) -> Any:
-        allowed = [field.alias or name for name, field in cls.model_fields.items()]
+        allowed = [str(field.alias) for field in cls.model_fields.values()]
         if not isinstance(content, dict):
             raise ValueError(f"{content!r}: must be a table of {', '.join(allowed)}")
         for key in content:
@@ -50,7 +48,7 @@ class TableSetting(Entry):
     name: str
     experiment: str
     overrides: dict[str, Value] = Field(alias="set", default={})
-    paper: dict[str, Paper] = {}
+    paper: dict[str, Paper] = Field(default={})
 
     def beside(self, table: Path) -> "TableSetting":
         """Return the setting with its experiment, where that is a file of one's own, as found from the table's file."""
@@ -72,9 +70,9 @@ class Table(Entry):
     title: str
     about: str = ""
     seeds: Count
-    first_seed: CountOrZero = Field(alias="first-seed", default=0)
+    first_seed: CountOrZero = 0
     spread: Literal["deviation", "range"] = "deviation"
-    cost_to_accuracy: bool = Field(alias="cost-to-accuracy", default=False)
+    cost_to_accuracy: bool = False
     reference: str = ""
     settings: list[TableSetting] = Field(alias="setting", min_length=1)
     methods: list[TableMethod] = Field(alias="method", min_length=1)
