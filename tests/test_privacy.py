@@ -129,6 +129,7 @@ def test_epsilon_is_that_of_the_accountants(noise: float, rounds: int, delta: fl
     tight = PLDAccountant().compose(accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(noise), rounds))
     assert 1.0 < found / tight.get_epsilon(delta) < 1.2
     assert epsilon(noise, rounds + 1, delta) > found > epsilon(noise * 1.1, rounds, delta)
+    assert epsilon(noise, 0, delta) == 0, "no round has asked a client"
 
 
 PARTS = {

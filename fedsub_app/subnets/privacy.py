@@ -76,6 +76,8 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
     Each participation is a Gaussian mechanism without amplification by sampling; ``noise_multiplier`` > 0 is its
     standard deviation divided by the clipping norm of a client's term. The epsilon is an upper bound.
     """
+    if not rounds:  # with devices, whose clients may all be away
+        return 0.0
     from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant
 
