@@ -7,6 +7,7 @@ server over the clients by their samples.
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from fedsub_app.federation.workers import WorkerGrid
 from fedsub_app.models import load_tensors
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.console import round_line
+from fedsub_app.runs.loop import _is_measured
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import MethodSettings, Settings
@@ -261,6 +263,32 @@ def test_after_an_abandoned_round_the_model_that_is_left_is_measured(
     assert "measurement" in lines[2]
     assert "measurement" not in lines[1]  # round 1 was measured
     assert lines[2]["global-loss"] == pytest.approx(lines[1]["global-loss"], rel=1e-4)  # other mini-batches
+
+
+OK: Json = {"status": "ok"}
+ABANDONED: Json = {"status": "abandoned"}
+MEASURED: Json = {"measurement": {}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "report", "is_measured"),
+    [
+        ([], {}, True),
+        ([OK], {}, False),
+        ([OK | MEASURED, ABANDONED], {}, True),
+        ([OK, ABANDONED | MEASURED], {}, True),
+        ([OK | {"measurement": {"abandoned": "no reply"}}], {}, False),
+        ([OK, OK | MEASURED], {"back-to-round": 1}, False),
+        ([OK, OK | MEASURED, ABANDONED | {"back-to-round": 1}], {}, False),
+        ([OK | MEASURED, OK, ABANDONED | {"back-to-round": 1}], {}, True),
+        ([OK, OK, ABANDONED | {"back-to-round": 1} | MEASURED], {}, True),
+    ],
+)
+def test_the_model_that_is_left_may_be_an_earlier_one(lines: list[Json], report: Json, is_measured: bool) -> None:
+    """An undone round's measurement is of another model."""
+    run = SimpleNamespace(lines=[{"round": 0, **OK}, *({"round": n, **line} for n, line in enumerate(lines, 1))])
+    run.last_round = len(lines)
+    assert _is_measured(run, report) is is_measured  # type: ignore[arg-type]
 
 
 def test_noise_is_refused() -> None:

@@ -248,10 +248,14 @@ def _failure(run: Run, number: int, abandoned: int, is_tested: bool) -> str:
 
 def _is_measured(run: Run, report: Json) -> bool:
     """Say whether the model that an abandoned round leaves, or goes back to, was measured since it was merged."""
-    last = report.get("back-to-round", run.last_round)
-    lines = [line for line in run.lines if 0 < line["round"] <= last]
-    changed = [line for line in lines if line["status"] == "ok" or "measurement" in line]
-    return not changed or "measurement" in changed[-1]
+    changes: list[tuple[int, bool]] = []  # rounds that have changed this model, and whether they have measured it
+    for line in (*run.lines, report | {"round": 0}):
+        if (good := line.get("back-to-round")) is not None:
+            changes = [change for change in changes if change[0] <= good]
+        measured = "abandoned" not in line.get("measurement", {"abandoned": ""})
+        if line["round"] and (line["status"] == "ok" or measured):
+            changes.append((line["round"], measured))
+    return not changes or changes[-1][1]
 
 
 def _evaluate(
