@@ -261,8 +261,25 @@ def test_a_class_that_cannot_hold_the_network_is_refused_before_round_1(two: str
     with pytest.raises(UserError, match=r"^devices: class slow holds memory-mb = 0.01, a client of heterofl needs"):
         prepare(settings(**keys))
     (tmp_path / "two.toml").write_text('[[class]]\nname = "a"\nshare = 1\nwidth = 0.5')
-    with pytest.raises(UserError, match=r"^min-width = 1: no client has a device of that width"):
-        prepare(settings(**keys, min_width=1.0))
+    for method in ({}, {"method": "fedpews", "fedpews.masks": "fixed"}):
+        with pytest.raises(UserError, match=r"^min-width = 1: 0 of 4 clients hold that width, a round needs 1$"):
+            prepare(settings(**keys, **method, min_width=1.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [
+        ({"min_replies": 3}, 3),
+        ({"mean": "krum"}, 5),
+        ({"secure_aggregation": True}, 3),
+        ({"dp_noise_multiplier": 1.0, "dp_noise_by": "clients", "clip_norm": 1.0}, 5),
+    ],
+)
+def test_clients_that_hold_the_width_are_as_many_as_a_round_needs(two: str, more: dict[str, Any], needed: int) -> None:
+    keys = {"devices": two, "num_clients": 5, "model": "fedpews-mlp", "method": "fedavg", "weighting": "uniform"}
+    said = rf"^min-width = 1: 2 of 5 clients hold that width, a round needs {needed}$"
+    with pytest.raises(UserError, match=said):
+        prepare(settings(**keys, min_width=1.0, **more))
 
 
 @pytest.mark.parametrize("seed", range(4))

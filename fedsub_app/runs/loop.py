@@ -17,7 +17,7 @@ from fedsub_app.common.inputs import Form, shape_shown, size_of
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Partition, make_partition, partition_summary
-from fedsub_app.federation.nodes import Federation, held_out
+from fedsub_app.federation.nodes import Federation, held_out, takes_part
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.models import Network, base_bytes, base_digest, fresh_names
@@ -53,7 +53,7 @@ def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partiti
     """Return each class of devices and, in words, its clients and what the one with most samples needs at most."""
     settings, method, rows = strategy.settings, strategy.settings.method, []
     check_widths(strategy)
-    strategy.round, able = 0, not strategy.devices
+    strategy.round = 0
     sizes = [len(indices) for indices in partition.train] if partition else [0] * settings.num_clients
     members = sorted({*range(settings.num_clients)} - held_out(settings))
     for device in strategy.devices.classes if strategy.devices else ():
@@ -67,10 +67,8 @@ def check_devices(strategy: SubnetStrategy, problem: Problem, partition: Partiti
             if device.memory_mb and needed > device.memory_mb * 1e6:
                 less = f"memory-mb = {device.memory_mb:g}, a client of {method} needs {human_bytes(needed)}"
                 raise UserError(f"devices: {named} {less}")
-            able, needs = True, f"a network of {human_bytes(network)}, {human_bytes(needed)} in training"
+            needs = f"a network of {human_bytes(network)}, {human_bytes(needed)} in training"
         rows.append((device.name, f"{len(clients)} clients of width {device.width:g}, {needs}"))
-    if not able:
-        raise UserError(f"min-width = {settings.min_width:g}: no client has a device of that width")
     return rows
 
 
@@ -88,6 +86,10 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
     if settings.augment != "none" and (isinstance(problem.data.in_shape, Form) or len(problem.data.in_shape) != 3):
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
+    least, able = max(settings.least_replies, 3 * settings.secure_aggregation), sum(takes_part(settings))
+    if able < least:
+        hold = f"{able} of {settings.members} clients hold that width"
+        raise UserError(f"min-width = {settings.min_width:g}: {hold}, a round needs {least}")
     strategy = METHODS[settings.method].strategy(settings, problem.network())
     check_devices(strategy, problem, partition)
     check_defences(strategy)
