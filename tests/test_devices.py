@@ -530,6 +530,13 @@ def test_ist_runs_where_the_client_with_most_samples_of_a_class_is_not_asked_fir
         assert summary["abandoned-rounds"] == 0
 
 
+def test_ist_begins_also_if_no_client_is_there_at_first(tmp_path: Path) -> None:
+    (tmp_path / "rare.toml").write_text('[[class]]\nname = "rare"\nshare = 1\navailability = 0.05')
+    chosen = settings(devices=str(tmp_path / "rare.toml"), method="ist", num_clients=3, model="fedpews-mlp")
+    assert draw(chosen, 0) == []
+    prepare(chosen)
+
+
 def test_late_clients_do_not_count_and_are_named_where_nobody_stands_in(two: str, run_local: Run) -> None:
     keys: dict[str, Any] = {"method": "heterofl", "devices": two, "num_clients": 6, "num_rounds": 1}
     _, folder = run_local("patient", **keys)

@@ -77,7 +77,7 @@ def deal(groups: Sequence[UnitGroup], widths: Sequence[float], draws: torch.Gene
     shares = [width / max(1.0, sum(widths)) for width in widths]
     for group in groups:
         order = torch.randperm(group.size, generator=draws)
-        parts = order.tensor_split(len(widths))
+        parts = order.tensor_split(len(widths) or 1)  # 0: a round for which no client is there
         if {*widths} != {1.0}:
             rest = group.size - len(widths)
             parts = order.tensor_split([k + round(rest * x) for k, x in enumerate(accumulate(shares), 1)])
