@@ -22,6 +22,7 @@ Deviations:
 
 from collections.abc import Mapping, Sequence
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import chosen
 from fedsub_app.models import trainable
 from fedsub_app.subnets.averaging import masked_mean
@@ -65,6 +66,9 @@ class FedNova(SubnetStrategy):
 
     def setup(self) -> None:
         self.parameters = list(trainable(self.model))
+        if self.settings.optimizer == "sgd" and (pull := self.settings.lr * self.settings.pull) > 1:  # a_i may be 0
+            what = f"prox-mu = {self.settings.prox_mu:g}: lr * prox-mu is {pull:g}"
+            raise UserError(f"{what}, must be at most 1 with method = 'fednova'")
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         norms = super().norms(update, super().contribution(update))

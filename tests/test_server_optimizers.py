@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from client_apps.base import Client
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import build_model, tensors_of
@@ -168,6 +169,21 @@ def test_a_change_that_its_steps_do_not_explain() -> None:
     norms = [strategy.norms(said, strategy.contribution(said)) for said in (honest, honest, honest, liar)]
     (reason,) = too_large(norms, 100, 0.1).values()
     assert reason.startswith("update a step of norm ")
+
+
+@given(st.integers(1, 20), st.floats(0, 0.95), st.floats(0, 1))
+def test_the_normaliser_is_above_0_with_a_pull_of_at_most_1(steps: int, momentum: float, pull: float) -> None:
+    assert min(normaliser(steps, momentum, pull), authors_normaliser(steps, momentum, pull)) > 0
+    assert normaliser(2, 0.0, 2.0) == 0
+
+
+def test_a_pull_of_more_than_1_is_refused() -> None:
+    keys = {"objective": "prox", "lr": 0.05}
+    for more in ({"prox-mu": 20.0}, {"prox-mu": 40.0, "optimizer": "adam"}, {"prox-mu": 40.0, "prox": "authors"}):
+        made("fednova", **keys, **more)
+    said = r"^prox-mu = 40: lr \* prox-mu is 2, must be at most 1 with method = 'fednova'$"
+    with pytest.raises(UserError, match=said):
+        made("fednova", **keys, **{"prox-mu": 40.0})
 
 
 def test_more_steps_than_can_be_counted_are_refused() -> None:
