@@ -179,6 +179,19 @@ def test_the_package_datasets_and_collate() -> None:
     assert data.train_x[:].tolist() == [[2, 3], [4, 5], [6, 7]]  # type: ignore[union-attr]
 
 
+def test_the_format_of_the_package_datasets_stays() -> None:
+    """A transform, and a choice of columns."""
+    from datasets import Dataset as Table
+
+    table = Table.from_dict({"x": [[2.0], [4.0]], "name": ["a", "b"], "label": [0, 1]})
+    half = table.with_transform(lambda rows: {"x": torch.tensor(rows["x"]) / 2, "label": rows["label"]})
+    chosen = (table.with_format(kind, columns=["x", "label"]) for kind in ("torch", "numpy", None))
+    for form, values in ((half, [[1.0], [2.0]]), *((each, [[2.0], [4.0]]) for each in chosen)):
+        data = own_dataset((form, form), CLASSES)
+        assert data.train_x[:].tolist() == values  # type: ignore[union-attr]
+        assert data.train_y.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_named_inputs_may_come_in_any_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "IN_MEMORY", limit)

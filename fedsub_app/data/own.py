@@ -153,8 +153,8 @@ def _read(data: Any, name: str, collate: Collate | None, like: Split | None) -> 
         if like:
             return Split(Samples(like.x[:1][:0]), like.y[:0])
         raise UserError(f"{name}: no samples")
-    if hasattr(data, "with_format"):  # the package datasets: rows as tensors
-        data = data.with_format("torch")
+    if hasattr(data, "with_format") and not data.format["type"]:  # the package datasets, without the user's own format
+        data = data.with_format("torch", data.format["columns"])
 
     def batch(positions: list[int]) -> tuple[Batch, Tensor]:
         try:
