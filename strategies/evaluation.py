@@ -84,7 +84,7 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
     updates = []
     for client, part, expected in strategy.federation.answers(phase, replies, lambda _: {}):
         try:
-            allowed = _evaluation_metrics(strategy, client) | _further_metrics(strategy, part.config.get("metrics"))
+            allowed = _further_metrics(strategy, part.config.get("metrics")) | _evaluation_metrics(strategy, client)
             updates.append(read_update(part, expected, allowed))
         except BadReply as error:
             phase.dropped.append(Dropped(client, str(error)))

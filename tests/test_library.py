@@ -540,6 +540,19 @@ def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixtur
     assert "client 3 was not evaluated: metric 'personal-top-5' was not asked for" in caplog.text
 
 
+def test_a_score_out_of_the_tasks_range_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    class Wide(Largest):
+        high = 1.0
+
+        def metrics(self, sums: Any) -> dict[str, float]:
+            return super().metrics(sums) | {"worst": 1.5}
+
+    app = grid(task=(task := Wide()), model=linear, data=numbers)
+    found = fedsub.FedAvg(clients_per_node=4, task=task).start(app, arrays(linear()), 1)
+    assert 1 not in found.evaluate_metrics_clientapp
+    assert "client 3 was not evaluated: metric 'personal-worst' = 1.5: must be a number from 0 to 1" in caplog.text
+
+
 @pytest.mark.parametrize("test", [(X[:0], Y[:0]), TensorDataset(X[:0], Y[:0])])
 def test_a_client_without_test_samples_trains(test: Any, tmp_path: Path) -> None:
     """A run's one test set must have samples."""
