@@ -771,8 +771,8 @@ def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
     [
         ({"acc": np.float32(3.5)}, ""),
         ({"acc": torch.tensor(3.5)}, ""),
-        ({"acc": "high"}, r"^evaluate_fn: returned .*; must be numbers by name, or None$"),
-        (3.5, r"^evaluate_fn: returned 3.5; must be numbers by name, or None$"),
+        ({"acc": "high"}, r"^evaluate_fn: returned .*; must be numbers by name$"),
+        (3.5, r"^evaluate_fn: returned 3.5; must be numbers by name$"),
         ({"round": 7}, r"^evaluate_fn: returned 'round', which the round's line has of its own; name it otherwise$"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import ended_by, summarise
+from fedsub_app.training.local import evaluate
 
 RMSE = TASKS["regression"].about
 
@@ -123,6 +125,33 @@ def test_a_loss_and_metrics_of_ones_own() -> None:
     assert task.metrics(task.sums(output, y)) == {"top": 3.0, "rmse": math.sqrt(5), "mae": 2.0, "loss": 2.0}
     with pytest.raises(ValueError, match="loss=: gives the mean of a batch"):
         task.loss(output, y, "none")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"iou": torch.tensor(0.5), "loss": np.float32(1)}, ""),
+        ({"loss": 1.0}, "^Shares.metrics: returned loss; must have 'iou'$"),
+        ({"iou": 1.0}, "^Shares.metrics: returned iou; must have 'loss'$"),
+        ({"iou": torch.ones(2), "loss": 1.0}, "^Shares.metrics: returned {'iou': .*; must be numbers by name$"),
+        (None, "^Shares.metrics: returned None; must be numbers by name$"),
+    ],
+)
+def test_metrics_of_a_task_of_ones_own_are_numbers_with_its_score(found: Any, said: str) -> None:
+    class Shares(Regression):
+        score = "iou"
+
+        def metrics(self, sums: Any) -> Any:
+            return found
+
+    x = torch.ones(3, 2)
+    if said:
+        with pytest.raises(UserError, match=said):
+            evaluate(Shares(), nn.Linear(2, 1), x, x[:, :1])
+        return
+    values = evaluate(Shares(), nn.Linear(2, 1), x, x[:, :1])
+    assert {type(value) for value in values.values()} == {float}
+    assert values == {"iou": 0.5, "loss": 1.0}
 
 
 # --- the score in lines, summaries and comparisons --------------------------------------------------------------------

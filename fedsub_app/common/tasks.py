@@ -3,13 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.score import OWN, SCORES, Score, further_metrics
 
@@ -285,6 +285,22 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
 
 
 TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regression(), NextToken()), strict=True))
+
+
+def numbers(who: str, found: Any) -> dict[str, float]:
+    """Return what a user's function returned, numbers by name of Python, NumPy or torch, as floats."""
+    try:
+        return {str(name): float(value) for name, value in dict(found).items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{who}: returned {shown(found)[:100]}; must be numbers by name") from error
+
+
+def measured(task: Task, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return the metrics of the samples in ``sums``; :class:`UserError` where they lack the score or the loss."""
+    found = numbers(who := f"{type(task).__name__}.metrics", task.metrics(sums))
+    if missing := [name for name in (task.score, "loss") if name not in found]:
+        raise UserError(f"{who}: returned {', '.join(found)}; must have {missing[0]!r}")
+    return found
 
 
 def registered(task: Task | str) -> str:

@@ -6,10 +6,11 @@ from pathlib import Path
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import CHECKSUM
 from fedsub_app.common.run_files import initial_file, initial_model
 from fedsub_app.common.section import Value
+from fedsub_app.common.tasks import numbers
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.wire import to_arrays, to_tensors
@@ -83,11 +84,8 @@ def start(
 
 
 def _numbers(found: Mapping[str, float]) -> dict[str, float]:
-    """Return ``evaluate_fn``'s metrics, which may be numbers of NumPy or torch, as floats for the round's line."""
-    try:
-        numbers = {str(name): float(value) for name, value in dict(found).items()}
-    except (TypeError, ValueError) as error:
-        raise UserError(f"evaluate_fn: returned {shown(found)[:100]}; must be numbers by name, or None") from error
-    if taken := sorted(numbers.keys() & OF_THE_ROUND):
+    """Return ``evaluate_fn``'s metrics as floats for the round's line."""
+    named = numbers("evaluate_fn", found)
+    if taken := sorted(named.keys() & OF_THE_ROUND):
         raise UserError(f"evaluate_fn: returned {taken[0]!r}, which the round's line has of its own; name it otherwise")
-    return numbers
+    return named

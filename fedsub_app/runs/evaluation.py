@@ -8,6 +8,7 @@ from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fedsub_app.common.seeds import drawing
+from fedsub_app.common.tasks import measured
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import TEST, Task
@@ -46,7 +47,7 @@ class GlobalTest:
         for number, batch in enumerate(self.batches):
             if number not in sums:
                 sums[number] = sums_of(self.task, self.model, self.x[batch], self.y[batch])
-        values = self.task.metrics(added(sums[number] for number in range(len(self.batches))))
+        values = measured(self.task, added(sums[number] for number in range(len(self.batches))))
         return {f"global-{name}": value for name, value in values.items()}
 
     def narrow(self, tensors: Tensors) -> dict[str, float]:

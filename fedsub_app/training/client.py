@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import drawing, generator
+from fedsub_app.common.tasks import measured
 from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
 from fedsub_app.data import LazySamples
 from fedsub_app.models import Output
@@ -211,7 +212,7 @@ class ClientTools:
         """Return the task's score of the network on a split: for a classification the accuracy in percent."""
         task = self.place.problem.task
         _, y = self.samples(split)
-        return task.metrics(task.sums(self.outputs(split).logits, y))[task.score]
+        return measured(task, task.sums(self.outputs(split).logits, y))[task.score]
 
 
 class Training:

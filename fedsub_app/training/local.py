@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import generator as seeded
-from fedsub_app.common.tasks import Sums, Task
+from fedsub_app.common.tasks import Sums, Task, measured
 from fedsub_app.data import AnySamples
 
 EVALUATION_BATCH = 512  # samples, at most
@@ -78,4 +78,4 @@ def evaluate(task: Task, model: nn.Module, x: Batch | AnySamples, y: Tensor) -> 
     model.eval()
     sums = added(sums_of(task, model, x[batch], y[batch]) for batch in evaluation_batches(model, len(y), y.device))
     model.train(training)
-    return task.metrics(sums)
+    return measured(task, sums)
