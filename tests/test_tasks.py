@@ -125,6 +125,11 @@ def test_a_loss_and_metrics_of_ones_own() -> None:
     assert task.metrics(task.sums(output, y)) == {"top": 3.0, "rmse": math.sqrt(5), "mae": 2.0, "loss": 2.0}
     with pytest.raises(ValueError, match="loss=: gives the mean of a batch"):
         task.loss(output, y, "none")
+    with pytest.raises(UserError, match=r"^metrics=: returned None; must be numbers by name$"):
+        with_metrics(Regression(), lambda o, t: None).sums(output, y)
+    task = with_metrics(Regression(), lambda o, t: {"mae": 0.0})
+    with pytest.raises(UserError, match=r"^metrics=: returned 'mae', which the task has of its own; name it"):
+        task.metrics(task.sums(output, y))
 
 
 @pytest.mark.parametrize(

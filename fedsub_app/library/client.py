@@ -16,7 +16,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.run_files import initial_model, state_folder
-from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, registered, task_of
+from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, numbers, registered, task_of
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Collate, load_dataset, private_name
 from fedsub_app.data.partition import whole_set
@@ -143,12 +143,14 @@ def with_metrics(task: Task, means: Metrics) -> Task:
     """Return a task that also reports the metrics of ``means``, averaged over batches by their numbers of samples."""
 
     def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
-        further = {f"own/{name}": float(value) * len(y) for name, value in means(output, y).items()}
+        further = {f"own/{name}": value * len(y) for name, value in numbers("metrics=", means(output, y)).items()}
         return {**task.sums(output, y), **further, "own/": len(y)}
 
     def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
-        return {name: value for name, value in further.items() if name} | task.metrics(sums)
+        if taken := further.keys() & (known := task.metrics(sums)).keys():
+            raise UserError(f"metrics=: returned {min(taken)!r}, which the task has of its own; name it otherwise")
+        return {name: value for name, value in further.items() if name} | known
 
     changed = copy.copy(task)
     changed.__dict__ |= {"sums": sums, "metrics": metrics}
