@@ -609,6 +609,13 @@ def test_a_loss_of_ones_own() -> None:
     assert plain["train-loss"] != smooth["train-loss"]
 
 
+def test_a_loss_with_parameters_is_refused() -> None:
+    """No step would train them; weights of classes are a buffer."""
+    with pytest.raises(fedsub.UserError, match=r"^loss = PReLU: no step trains its parameters; the model must"):
+        grid(loss=nn.PReLU())
+    assert dropped({}, loss=nn.CrossEntropyLoss(torch.ones(10))) == "[]"
+
+
 def test_units_of_a_network_that_is_no_sequential() -> None:
     """The server finds them with in_shape, and the clients with it."""
     with pytest.raises(fedsub.UserError, match=r"^model = 'own': not with .* 'ist': units of a Net are found with"):

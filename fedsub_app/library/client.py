@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from flwr.app import Context
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
@@ -68,6 +68,8 @@ def client_app(
         names = ", ".join(getattr(mod, "__name__", type(mod).__name__) for mod in mods)
         why = "an array of fedsub's messages holds tensors of several clients; dp-noise-by = 'clients' adds local noise"
         raise UserError(f"mods = [{names}]: {why}")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise UserError(f"loss = {type(loss).__name__}: no step trains its parameters; the model must use them")
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
     networks: dict[Settings, Network] = {}
 
