@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from helpers import METHOD_KEYS, forget
 from safetensors.torch import load_file
@@ -409,6 +409,27 @@ def test_tensors_of_another_type_are_refused(dtype: torch.dtype) -> None:
         fedsub.FedAvg(clients_per_node=4).start(grid(model=other), arrays(other()), 1)
     with pytest.raises(fedsub.UserError, match=f"^model = 'other': {said}"):
         fedsub.run({"num-clients": 2, "num-rounds": 1}, model=other, data=((X, Y), (X, Y)))
+
+
+def test_values_that_no_message_may_hold_are_refused_before_round_1() -> None:
+    """Such as the mask of an attention: else every answer is refused in every round."""
+
+    def masked() -> nn.Module:
+        network = Net()
+        network.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        return network
+
+    said = "'mask' has NaN or infinite values; only a buffer with persistent=False may$"
+    with pytest.raises(fedsub.UserError, match=f"^initial_arrays: {said}"):
+        fedsub.FedAvg(clients_per_node=4).start(grid(model=masked), arrays(masked()), 1)
+    with pytest.raises(fedsub.UserError, match=f"^model = 'masked': {said}"):
+        Problem.own(masked, ((X, Y), (X, Y)), resolve({})).check_start()
+
+
+def test_arrays_of_another_serialisation_are_one_line() -> None:
+    other = ArrayRecord({"head.bias": Array("float32", (10,), "my.raw", bytes(40))})
+    with pytest.raises(fedsub.UserError, match=r"^initial_arrays: TypeError: Unsupported serialization type"):
+        fedsub.FedAvg(clients_per_node=4).start(grid(), other, 1)
 
 
 def test_own_models_start_from_the_initial_arrays() -> None:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError, explained, shown
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
@@ -149,7 +149,8 @@ class LibraryStrategy(Strategy):
         if settings.trainable == "lora" or (settings.trainable and self.model is None):
             needs = "give a network of the package peft" if self.model else "needs model="
             raise UserError(f"trainable = {settings.trainable!r}: in a Flower app of your own {needs}")
-        every = to_tensors(initial_arrays)
+        with explained("initial_arrays:"):  # of another serialisation than Flower's
+            every = to_tensors(initial_arrays)
         self._order = list(every)
         initial = {name: tensor.clone() for name, tensor in every.items() if tensor.is_floating_point()}
         network = self._network(settings, initial)

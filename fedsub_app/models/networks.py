@@ -223,9 +223,11 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
-    """Raise :class:`UserError` for a tensor of another type: means, masks and messages are of float32."""
+    """Raise :class:`UserError` for a tensor of another type or with NaN or infinities: no message may hold it."""
     if odd := [f"{name!r} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
         raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
+    if odd := [repr(name) for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+        raise UserError(f"{who}: {odd[0]} has NaN or infinite values; only a buffer with persistent=False may")
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
