@@ -14,7 +14,7 @@ from fedsub_app.common.tasks import Task
 from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples, channels_last
 
 Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
-ALLOWED = "must be (x, y), (x, y, groups), or a map-style data set of (x, y)"
+ALLOWED = "must be (x, y) of tensors, (x, y, groups), or a map-style data set of (x, y)"
 LABELS = ("label", "labels")
 IN_MEMORY = 2**30  # bytes of samples of a map-style data set that are kept; larger ones are read when they are used
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of tokens and masks
@@ -43,7 +43,8 @@ def own_dataset(
     needs; ``collate``: makes a batch of items of a map-style data set, by default stacks each tensor.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
-        raise UserError(f"data = {shown(data)}: must be (train, test), each of which {ALLOWED}")
+        what = f"a {type(data).__name__} of {len(data)}" if isinstance(data, tuple | list) else shown(data)
+        raise UserError(f"data = {what}: must be (train, test), each of which {ALLOWED}")
     train = _split(data[0], "train", collate)
     test = _split(data[1], "test", collate, train)
     first, second = (form_of(one.x[:1] if len(one.y) else train.x[:1]) for one in (train, test))
@@ -97,6 +98,8 @@ def _split(data: object, name: str, collate: Collate | None, like: Split | None 
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
     _check_pairs(stored, y, name, axes=2)
+    if not (len(y) or like):
+        raise UserError(f"{name}: no samples")
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
     return Split(Samples(stored), y.detach(), groups)
