@@ -84,6 +84,16 @@ def sequential() -> nn.Module:
     return mlp(64, 10, [16, 12])
 
 
+class Largest(Regression):
+    """A task of one's own, with a name of its own for the score."""
+
+    score = "worst"
+
+    def metrics(self, sums: Any) -> dict[str, float]:
+        found = super().metrics(sums)
+        return {"worst": found["rmse"], "mae": found["mae"], "loss": found["loss"]}
+
+
 # --- keywords ---------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +147,7 @@ def test_keywords_are_the_keys() -> None:
         ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
         ("FedAvg", {"max_examples": 2.5}, r"^max_examples = 2.5: must be an integer from 0 on$"),
         ("IST", {"in_shape": (1, 8, 8)}, r"^in_shape = \(1, 8, 8\): must be positive integers, with model=$"),
+        ("FedAvg", {"task": Largest}, r"^task = <class '.*Largest'>: must be one of .*, or an object derived"),
         ("FedAvg", {"lr_decay_at": (0, 3)}, r"^lr-decay-at = '0, 3': must be rounds from 1 on"),
     ],
 )
@@ -533,16 +544,6 @@ def numbers(context: Context) -> Any:
 
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 1))
-
-
-class Largest(Regression):
-    """A task of one's own, with a name of its own for the score."""
-
-    score = "worst"
-
-    def metrics(self, sums: Any) -> dict[str, float]:
-        found = super().metrics(sums)
-        return {"worst": found["rmse"], "mae": found["mae"], "loss": found["loss"]}
 
 
 def test_the_strategy_names_the_task_and_the_app_adds_metrics() -> None:

@@ -303,7 +303,7 @@ def measured(task: Task, sums: Mapping[str, float | Tensor]) -> dict[str, float]
     return found
 
 
-def registered(task: Task | str) -> str:
+def registered(task: object) -> str:
     """Return a task's name in settings; register a task that is an object of this program for its processes."""
     if isinstance(task, str):
         return task

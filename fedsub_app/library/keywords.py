@@ -8,7 +8,7 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import near
-from fedsub_app.common.tasks import Task, registered
+from fedsub_app.common.tasks import registered
 from fedsub_app.data import DataSettings, PartitionSettings
 from fedsub_app.runs.config import defaults, register_installed, resolve
 from fedsub_app.runs.methods import METHODS
@@ -52,7 +52,7 @@ def keys_of(method: str, given: Mapping[str, object]) -> dict[str, Value]:
         if name not in known:
             hint = near(name, known, f"allowed are {', '.join(known)}")
             raise UserError(f"{name} = {shown(value)}: no keyword of {method}; {hint}")
-        if isinstance(value, Task):
+        if name == "task" and value is not None:
             value = registered(value)
         if value is not None:
             keys[known[name]] = ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
