@@ -91,8 +91,12 @@ class Problem:
         models.check_float32({**models.tensors_of(model), **models.trainable(model)}, f"model = {self.name!r}")
         x, shapes = self.data.train_x[some], {n: tuple(t.shape) for n, t in models.tensors_of(model).items()}
         try:
-            with torch.random.fork_rng(), torch.no_grad():  # dropout draws
-                loss = float(self.task.loss(model.train(len(y) > 1)(x), y))
+            with torch.random.fork_rng():  # dropout draws
+                with torch.no_grad():
+                    output = model.train(len(y) > 1)(x)
+                output = output.requires_grad_().clone() if isinstance(output, Tensor) else output
+                found: object = self.task.loss(output, y)
+            loss = float(found.detach() if isinstance(found, Tensor) else found)  # type: ignore[arg-type]
         except Exception as error:  # code of the user
             if machine_failure(error):
                 raise
@@ -101,6 +105,8 @@ class Problem:
         if moved := [name for name, shape in shapes.items() if after.get(name) != shape]:
             was, now = shapes[moved[0]], after.get(moved[0])
             raise UserError(f"model = {self.name!r}: its buffer {moved[0]!r} has shape {was}, after a step {now}")
+        if not isinstance(found, Tensor) or not found.requires_grad:
+            raise UserError(f"the loss of the first {len(y)} training samples: must be a tensor with a gradient")
         if not math.isfinite(loss):
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
 
