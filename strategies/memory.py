@@ -36,18 +36,15 @@ def restored(state: Tensors, values: Mapping[str, Memory]) -> dict[str, Memory]:
 
     A dict of other tensors may have more names in ``state``. :class:`UserError` where ``state`` lacks a tensor.
     """
-    found = {name: _restored(state, name, value) for name, value in values.items()}
-    for name, value in found.items():
-        if isinstance(value, dict):
-            value |= {key: t.clone() for key, t in unprefixed(f"{name}/", state).items() if key not in value}
-    return found
+    return {name: _restored(state, name, value) for name, value in values.items()}
 
 
 def _restored(state: Tensors, name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_restored(state, f"{name}/{client}", each) for client, each in enumerate(value)]
     if isinstance(value, dict):
-        return {key: _restored(state, f"{name}/{key}", each) for key, each in value.items()}
+        known = {key: _restored(state, f"{name}/{key}", each) for key, each in value.items()}
+        return known | {key: t.clone() for key, t in unprefixed(f"{name}/", state).items() if key not in known}
     if name not in state:
         raise UserError(f"state of the method lacks {name!r}: another version of the code wrote it")
     if value.dtype == torch.bool:

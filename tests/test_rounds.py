@@ -304,12 +304,13 @@ def test_what_clients_say_that_a_sample_costs_counts_up_to_one_and_a_half_times_
 def test_remembered_values_come_back_from_their_named_tensors() -> None:
     masks = {"w": torch.tensor([True, False, True]), "b": torch.tensor([[True], [True]])}
     values = {"round": torch.tensor([2, 0]), "masks": masks, "clients": [masks, {"w": ~masks["w"], "b": masks["b"]}]}
-    state = flattened(values | {"sums": {"w": torch.ones(3)}})
+    state = flattened(values | {"sums": {"w": torch.ones(3)}, "own": [{}, {"w": torch.zeros(2)}]})
     assert sorted(state) == [
-        "clients/0/b", "clients/0/w", "clients/1/b", "clients/1/w", "masks/b", "masks/w", "round", "sums/w",
+        "clients/0/b", "clients/0/w", "clients/1/b", "clients/1/w", "masks/b", "masks/w", "own/1/w", "round", "sums/w",
     ]  # fmt: skip
     assert state["masks/w"].dtype == torch.uint8
-    again = restored(state, values | {"sums": {}})  # of which a name is known in the checkpoint alone
+    again = restored(state, values | {"sums": {}, "own": [{}, {}]})  # whose names are known in the checkpoint alone
+    assert [{name: x.tolist() for name, x in each.items()} for each in again["own"]] == [{}, {"w": [0, 0]}]
     assert again["sums"]["w"].tolist() == [1, 1, 1]
     assert [*again["masks"]] == ["w", "b"]
     for one, other in zip([values["masks"], *values["clients"]], [again["masks"], *again["clients"]], strict=True):
