@@ -220,7 +220,11 @@ class Server:
         if wrong := [name for name in old | new if old.get(name) != new.get(name)]:
             what = f"{wrong[0]!r} as {new.get(wrong[0])}, in the model it is {old.get(wrong[0])}"
             raise UserError(f"{said} {what}")
-        dict(leaves("", merged.state))
+        kept = dict(leaves("", {name: getattr(self, name) for name in merged.state}))
+        for name, value in leaves("", merged.state):
+            if value.dtype == torch.bool and _form(value) != _form(kept.get(name)):
+                why = "setup must set a bool tensor in its shape, of which a checkpoint has the bits alone"
+                raise UserError(f"{said} {name!r} as {_form(value)}: {why}")
         return merged  # type: ignore[no-any-return]
 
     def commit(self, merged: Merged, updates: Sequence[Update]) -> None:

@@ -102,12 +102,16 @@ def test_a_hook_that_returns_another_kind_ends_the_run(
     [
         (Merged([]), r"^SubnetStrategy\.merge returned Merged\(model=\[\]\): must be a dict$"),  # type: ignore[arg-type]
         (Merged({"w": [1]}), "^SubnetStrategy.merge returned 'w' as <class 'list'>, in the model"),  # type: ignore[dict-item]
+        (
+            Merged({"w": torch.ones(3)}, {"step": {"w": torch.ones(3).bool()}}),
+            r"^SubnetStrategy.merge returned 'step/w' as \(torch.bool, 3\): setup must set a bool tensor in its shape",
+        ),
         (Merged({"w": torch.ones(3)}, {"step": 0.5}), "^remembers 'step', which is 0.5: must be a tensor, a dict of"),  # type: ignore[dict-item]
     ],
 )
 def test_an_outcome_of_other_kinds_is_not_committed(merged: Merged, said: str) -> None:
     made = strategy()
-    made.remembers = ("step",)
+    made.remembers, made.step = ("step",), {}
     with pytest.raises(UserError, match=said):
         made.outcome(merged)
 
