@@ -88,6 +88,9 @@ class OwnOptimizer(Optimizer):
         if parameters and not isinstance(self.own, torch.optim.Optimizer):
             what = f"returned a {type(self.own).__name__}, must be a torch.optim.Optimizer"
             raise UserError(f"optimizer= of client_app: {what}")
+        given = {id(parameter) for parameter in self.parameters.values()}
+        if self.own and not given >= {id(moved) for group in self.own.param_groups for moved in group["params"]}:
+            raise UserError("optimizer= of client_app: moves other tensors than the parameters that it was given")
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
