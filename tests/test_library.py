@@ -385,6 +385,16 @@ def test_a_buffer_that_changes_its_shape_is_refused(value: Any, now: str) -> Non
         Problem.own(lambda: Longer("assigned"), ((X, Y), (X, Y)), resolve({})).check_start()
 
 
+def test_a_network_that_changes_its_inputs_in_place_is_refused() -> None:
+    """An evaluation's inputs are the data themselves: the next one would be on other samples."""
+
+    def active() -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), *sequential())
+
+    with pytest.raises(fedsub.UserError, match=r"^model = 'active': changes its inputs in place; must copy"):
+        Problem.own(active, ((X - 1, Y), (X, Y)), resolve({})).check_start()
+
+
 def frozen() -> nn.Module:
     network = sequential()
     network.fc1.requires_grad_(False)

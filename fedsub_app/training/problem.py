@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
@@ -90,10 +91,11 @@ class Problem:
             raise UserError(f"model = {self.name!r}: has no parameters to train; allowed are floating-point ones")
         models.check_float32({**models.tensors_of(model), **models.trainable(model)}, f"model = {self.name!r}")
         x, shapes = self.data.train_x[some], {n: tuple(t.shape) for n, t in models.tensors_of(model).items()}
+        copy_of_x = tree_map(torch.clone, x)
         try:
             with torch.random.fork_rng():  # dropout draws
                 with torch.no_grad():
-                    output = model.train(len(y) > 1)(x)
+                    output = model.train(len(y) > 1)(copy_of_x)
                 output = output.requires_grad_().clone() if isinstance(output, Tensor) else output
                 found: object = self.task.loss(output, y)
             loss = float(found.detach() if isinstance(found, Tensor) else found)  # type: ignore[arg-type]
@@ -101,6 +103,8 @@ class Problem:
             if machine_failure(error):
                 raise
             raise UserError(f"the first {len(y)} training samples have no loss: {one_line(error)[:300]}") from error
+        if not all(map(torch.equal, tree_leaves(x), tree_leaves(copy_of_x))):
+            raise UserError(f"model = {self.name!r}: changes its inputs in place; must copy them first")
         after = {name: tuple(tensor.shape) for name, tensor in models.tensors_of(model).items()}
         if moved := [name for name, shape in shapes.items() if after.get(name) != shape]:
             was, now = shapes[moved[0]], after.get(moved[0])
