@@ -212,6 +212,13 @@ def broken(items: list[Any]) -> Any:
     raise KeyError("ids")
 
 
+def test_labels_of_several_shapes_are_one_line_where_samples_are_read_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "IN_MEMORY", 0)
+    data = Rows([(X[0], Y), (X[0], Y[:3])])
+    with pytest.raises(UserError, match=r"^train: y of shapes \(3,\) and \(4,\): must be one shape$"):
+        own_dataset((data, data), CLASSES)
+
+
 def without_axis(part: str) -> Any:
     """A collate of one item that forgets the axis of the samples of y, or of the last tensor of x."""
 

@@ -172,12 +172,13 @@ def _read(data: Any, name: str, collate: Collate | None, like: Split | None) -> 
             raise UserError(f"{name}: {what} of samples {positions[:3]}: {one_line(error)[:200]}; {ALLOWED}") from error
 
     first, _ = batch([0])
-    if first.nbytes * len(data) > IN_MEMORY:
-        y = torch.cat([batch([k])[1] for k in range(len(data))])
-        return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y)
-    parts = [batch([k]) for k in range(len(data))]
+    lazy = first.nbytes * len(data) > IN_MEMORY
+    parts = [(first if lazy else x, y) for x, y in (batch([k]) for k in range(len(data)))]
     try:
-        return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), torch.cat([y for _, y in parts]))
+        y = torch.cat([y for _, y in parts])
+        if lazy:
+            return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y)
+        return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), y)
     except ValueError as error:
         raise UserError(f"{name}: an item {error}") from None
     except RuntimeError:
