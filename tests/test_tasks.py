@@ -423,6 +423,14 @@ def test_a_loss_that_cannot_be_computed_is_said_before_round_1(tmp_path: Path, l
     assert not (tmp_path / "run").exists()
 
 
+def test_metrics_without_the_score_are_said_before_round_1(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(OWN.replace('{"pinball": ', '{"pinbal": '))
+    keys = DIABETES | {"task": f"{tmp_path}/my_task.py:Quantile", "method": "fedavg", "evaluate": "personal"}
+    with pytest.raises(UserError, match=r"^Quantile.metrics: returned pinbal, loss; must have 'pinball'$"):
+        fedsub_app.run(keys | {"run-dir": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("scale", [0.01, 1, 20, 100])
 def test_areas_are_scikit_learns_however_sure_a_network_is(scale: float) -> None:
     from sklearn.metrics import roc_auc_score

@@ -18,7 +18,7 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
 from fedsub_app.common.own_code import is_source
 from fedsub_app.common.seeds import drawing
-from fedsub_app.common.tasks import Task, task_of
+from fedsub_app.common.tasks import Task, measured, task_of
 from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
@@ -113,6 +113,7 @@ class Problem:
             raise UserError(f"the loss of the first {len(y)} training samples: must be a tensor with a gradient")
         if not math.isfinite(loss):
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
+        measured(self.task, self.task.sums(output.detach(), y))
 
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base."""
