@@ -36,7 +36,7 @@ class FedSelectClient(Client):
         self.alternate(masks)
         trained = self.keep_own()
         self.state |= prefixed(HELD, pack_bits(masks))
-        grown = self.grow(masks, before, trained, max(self.options.alpha, 1 - config.get("width", 1.0)))
+        grown = self.grow(masks, before, self.own, max(self.options.alpha, 1 - config.get("width", 1.0)))
         shared, positions = chosen(trained, sent), shared_positions(masks)
         return shared | (prefixed(AT, positions) if secure else gather(trained, positions) | grown)
 

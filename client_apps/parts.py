@@ -17,7 +17,7 @@ class TunedClient(Client):
     def personal(self, sent: Tensors, config: Json) -> Tensors:
         self.load(sent)
         self.fit(epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
-        return self.trained()
+        return self.network.copy()
 
 
 class PartClient(Client):
@@ -33,8 +33,7 @@ class PartClient(Client):
         personal = self.personal_names(sent)
         shared = [name for name in self.network.tensors if name not in personal]
         self.train_parts(personal, shared)
-        self.keep_own(personal)
-        trained = self.trained()
+        trained = self.keep_own(personal)
         return trained if config["answer"] == "all" else chosen(trained, shared)
 
     def train_parts(self, personal: Collection[str], shared: Collection[str]) -> None:
@@ -78,4 +77,4 @@ class FedBABUClient(FrozenPartClient):
         self.load(self.completed(sent))
         tuned = None if self.options.tune == "all" else part_names(self.network.module, self.options.tune)
         self.fit(tuned, epochs=self.options.tune_epochs, purpose="tuning", objective=Objective())
-        return self.trained()
+        return self.network.copy()

@@ -212,4 +212,4 @@ class PerFedAvgClient(Client):
         for batch in islice(self.batches(MILLION, "tuning"), self.options.tune_steps):
             for name, slope in self.slopes(self.network.parameters, batch)[1].items():
                 self.network.parameters[name].data.sub_(self.options.alpha * slope)
-        return self.trained()
+        return self.network.copy()

@@ -43,15 +43,16 @@ class SubFedAvgClient(Client):
         keep = take({name: masks[name] for name in plan.weights}, plan.groups, masks)
         early: list[Tensors] = []
         Training(self, keep=keep).run(self.watched(early), ahead=False)
-        last = plan.widen(self.trained(), masks)
+        own = self.network.copy()
+        last, sent = (plan.widen(model, masks) for model in (own, self.attacked(own)))
         new = self.prune(masks, plan.widen(early[0], masks) if early else last, last)
         self.state = prefixed(OWN, last) | prefixed(MASK, pack_bits(new))
         positions = plan.positions(new)
         if self.settings.secure_aggregation:
-            return last | prefixed(AT, positions)
+            return sent | prefixed(AT, positions)
         changed = {name: mask for name, mask in new.items() if not mask.equal(masks[name])}
-        others = {name: tensor for name, tensor in last.items() if name not in positions}
-        return others | gather(last, positions) | prefixed(MASK, changed)
+        others = {name: tensor for name, tensor in sent.items() if name not in positions}
+        return others | gather(sent, positions) | prefixed(MASK, changed)
 
     @property
     def masks(self) -> Tensors:
@@ -69,7 +70,7 @@ class SubFedAvgClient(Client):
         """Yield all epochs' mini-batches; the model after the first epoch goes to ``early`` if others follow."""
         for number, batches in enumerate(self.epochs()):
             if number == 1:
-                early.append(self.trained())
+                early.append(self.network.copy())
             yield from batches
 
     def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:

@@ -453,6 +453,23 @@ def test_an_attacker_sends_a_multiple_of_its_change(attack: str, factor: float) 
             torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", [name for name in METHOD_KEYS if name != "scaffold"])
+def test_an_attacker_keeps_the_model_that_it_has_trained(method: str) -> None:
+    """It trains it in the next round, and it is evaluated on it: only what it sends is flipped.
+
+    SCAFFOLD's variate follows from the model that is sent, which its server checks.
+    """
+    kept = []
+    for more in ({}, {"attack": "sign-flip", "attackers": 1}):
+        strategy, client = made(method, **more)
+        strategy.round = 1
+        task, worker = strategy.task(0), client(0, 1, {})
+        worker.run_training(dict(task.tensors), task.config)
+        kept.append(worker.state | worker.personal(dict(strategy.personal_download(0)), {}))
+    assert kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(kept[1][name], tensor) for name, tensor in kept[0].items())
+
+
 def test_a_label_flipper_trains_on_labels_from_the_other_end() -> None:
     _, client = made("fedavg", attack="label-flip", attackers=2)
     _, honest = made("fedavg")

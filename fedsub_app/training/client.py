@@ -14,7 +14,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.seeds import drawing, generator
 from fedsub_app.common.tasks import measured
-from fedsub_app.common.tensors import Tensors, brought, prefixed, unprefixed
+from fedsub_app.common.tensors import Tensors, brought, chosen, prefixed, unprefixed
 from fedsub_app.data import LazySamples
 from fedsub_app.models import Output
 from fedsub_app.training import costs
@@ -113,14 +113,16 @@ class ClientTools:
         self._loaded = tensors
 
     def trained(self) -> Tensors:
-        """Return a copy of the network's tensors, on the CPU (the next client reuses the network)."""
-        tensors = self.network.copy()
-        if self.attack in ("sign-flip", "scale"):
-            factor = self.settings.attack_scale if self.attack == "scale" else -self.settings.attack_scale
-            start = brought(self._loaded)
-            for name in self.network.parameters:
-                tensors[name] = start[name] + factor * (tensors[name] - start[name])
-        return tensors
+        """Return a copy of the network's tensors as the client sends them, on the CPU (the next one reuses it)."""
+        return self.attacked(self.network.copy())
+
+    def attacked(self, tensors: Tensors) -> Tensors:
+        """Return the network's tensors as an attacker sends them, those of an honest client unchanged."""
+        if self.attack not in ("sign-flip", "scale"):
+            return tensors
+        factor = self.settings.attack_scale if self.attack == "scale" else -self.settings.attack_scale
+        start = brought(self._loaded)
+        return tensors | {n: start[n] + factor * (tensors[n] - start[n]) for n in self.network.parameters}
 
     @property
     def own(self) -> Tensors:
@@ -128,10 +130,13 @@ class ClientTools:
         return unprefixed(OWN, self.state)
 
     def keep_own(self, names: Collection[str] | None = None) -> Tensors:
-        """Keep the network's tensors, all or the ones in ``names``, as the client's own model; returns them."""
-        kept = {name: tensor for name, tensor in self.trained().items() if names is None or name in names}
-        self.state |= prefixed(OWN, kept)
-        return kept
+        """Keep the network's tensors, all or the ones in ``names``, as the client's own model; return :meth:`trained`.
+
+        An attacker keeps what it has trained, not what it sends.
+        """
+        own = self.network.copy()
+        self.state |= prefixed(OWN, own if names is None else chosen(own, names))
+        return self.attacked(own)
 
     def completed(self, sent: Tensors) -> Tensors:
         """Return a whole model: the sent tensors, else the client's own ones, else the initial ones."""
