@@ -173,7 +173,7 @@ def test_bf16_is_the_base_alone() -> None:
 
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_gradient_checkpointing_computes_again(library: str) -> None:
-    """The same gradients for more FLOPs, from fewer kept values; a network without it is refused."""
+    """The same gradients for more FLOPs, from fewer kept values; also with other tensors in the network's place."""
     package = pytest.importorskip(library)
     if library == "timm":
         keys: Any = {"model": "timm:resnet10t"}
@@ -203,7 +203,11 @@ def test_gradient_checkpointing_computes_again(library: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             loss = model(x).square().sum()
         kept.append(held)
-        gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+        gradients.append([*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+        network = Network(model)
+        others = {name: (p.detach() + 0.1).requires_grad_() for name, p in network.parameters.items()}
+        torch.manual_seed(0)
+        gradients[-1] += torch.autograd.grad(network.module_with(others, x).square().sum(), [*others.values()])
     assert kept[1] < kept[0]
     assert all(map(torch.equal, *gradients))
     assert not flops or flops[1] > flops[0]

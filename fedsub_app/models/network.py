@@ -74,6 +74,8 @@ class Network:
         sent = self.tensors.keys() | base_names(module)
         self._unsent = [(buffer, buffer.clone()) for name, buffer in module.named_buffers() if name not in sent]
         self._held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
+        flags = ("gradient_checkpointing", "grad_checkpointing")  # of transformers, of timm
+        self._again = [(vars(m), flag) for m in module.modules() for flag in flags if vars(m).get(flag) is True]
 
     @cached_property
     def units(self) -> tuple[UnitGroup, ...]:
@@ -120,17 +122,24 @@ class Network:
         return [(held, key, names[id(held[key])]) for held in dicts for key in held if id(held[key]) in names]
 
     def module_with(self, tensors: Mapping[str, Tensor], x: Batch) -> Tensor:
-        """Return the logits with ``tensors`` in the place of its own, as torch's slower ``functional_call`` does."""
+        """Return the logits with ``tensors`` in the place of its own, as torch's slower ``functional_call`` does.
+
+        Without gradient checkpointing: a backward pass would compute the blocks again with the network's own tensors.
+        """
         replaced = []
         try:
             for held, key, name in self._slots:
                 if tensors.get(name, self.tensors[name]) is not self.tensors[name]:
                     replaced.append((held, key, held[key]))
                     held[key] = tensors[name]
+            for flags, flag in self._again:
+                flags[flag] = not replaced
             logits: Tensor = self.module(x)
         finally:
             for held, key, before in replaced:
                 held[key] = before
+            for flags, flag in self._again:
+                flags[flag] = True
         return logits
 
     @torch.no_grad()
