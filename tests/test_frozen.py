@@ -164,6 +164,7 @@ def test_bf16_is_the_base_alone() -> None:
     x = torch.randn(5, 12)
     output = copy.deepcopy(model)(x)
     assert output.dtype == torch.float32
+    assert Network(copy.deepcopy(model))(x).features.dtype == torch.float32
     exact = model.fc2(torch.relu(x @ model.fc1.weight.float().T + model.fc1.bias.float()))
     torch.testing.assert_close(output, exact, atol=0.05, rtol=0.05)
     output.sum().backward()
