@@ -21,7 +21,9 @@ from strategies.defences import DEFENCES
 from strategies.server import Merged, Server
 
 __all__ = ["Hooks", "Merged"]
-MAX_PASSES = 4  # upper bound on a method's forward and backward passes of the whole network on a sample in an epoch
+# Upper bound on a method's forward and backward passes of the whole network on a sample in an epoch: two trainings with
+# MOON, whose two further forward passes cost as much as a step each where most of the network is frozen.
+MAX_PASSES = 6
 
 
 class Hooks(Server):

@@ -280,6 +280,14 @@ def test_a_client_that_trains_by_a_key_of_any_name_is_not_dropped(
     assert read_rounds(folder)[-1]["dropped"] == []
 
 
+def test_two_trainings_with_moon_of_the_last_layers_are_not_too_many_flops(run_local: Run) -> None:
+    """Of a step almost nothing is the backward pass, and MOON adds two forward passes."""
+    keys: dict[str, Any] = {"model": "lenet5", "image_size": 28, "trainable": "fc2, fc3", "local_epochs": 4}
+    keys |= {"num_clients": 2, "train_per_class": 10, "num_rounds": 2}
+    _, folder = run_local(method="fedselect", objective="moon", **keys)
+    assert read_rounds(folder)[-1]["dropped"] == []
+
+
 EPOCH_KEYS = [
     (method, name)
     for method, entry in METHODS.items()

@@ -187,11 +187,11 @@ def test_a_merged_model_that_has_diverged_is_not_committed(loss: float, reason: 
 
 
 def test_a_clients_bounds_with_local_steps() -> None:
-    """3 batches of 8 samples and one pass over 10; four passes of 2 FLOPs a sample."""
+    """3 batches of 8 samples and one pass over 10; six passes of 2 FLOPs a sample."""
     made = strategy(**{"local-steps": 3, "batch-size": 8})
     made.facts = Facts([10] * 4, 2.0, lambda _: 0.0)
     assert made.max_samples(0) == 34
-    assert made.max_flops(0) == 4 * 2 * 34
+    assert made.max_flops(0) == 6 * 2 * 34
 
 
 @pytest.mark.parametrize(("model", "steps"), [("lenet5", [2, 2, 4, 4]), ("lenet5-bn", [2, 2, 2, 4])])
