@@ -10,7 +10,7 @@ c, and published no code of it; we infer that it ran this form.
 
 Ditto pulls a client's personal model to the mean of other models; here it is the mean of the personal ones.
 Deviations: the mean is over the clients of the last round; at first it is the common start. It stands still while a
-client trains. Biases are regularised as well.
+client trains. Biases are regularised as well. ``objective = "moon"`` is refused: a client trains its own last model.
 """
 
 from strategies.base import SubnetStrategy

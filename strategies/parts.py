@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.models import part_names
+from fedsub_app.models import head_names, part_names
 from strategies.base import Spec, SubnetStrategy, Task
 from strategies.settings import LGFedAvgSettings
 
@@ -33,6 +33,8 @@ class SharedPart(SubnetStrategy):
         super().setup()
         personal = self.personal_names()
         self.shared = [name for name in self.current if name not in personal]
+        if self.settings.objective == "moon" and not self.stage(1) and {*self.shared} <= {*head_names(self.model)}:
+            raise UserError(f"objective = 'moon': {self.settings.method} shares the head alone; features are personal")
 
     def personal_names(self) -> Collection[str]:
         """Return the names of the tensors that stay with the clients."""

@@ -142,7 +142,11 @@ class SubFedAvgSettings(MethodSettings):
     """The client's samples on which the score is measured; test, as published, lets the test set choose the network."""
 
 
-class MTLSettings(MethodSettings):
+class LocalSettings(MethodSettings):
+    objectives: ClassVar = ("none", "prox")  # both models of MOON would be the client's own last one
+
+
+class MTLSettings(LocalSettings):
     lambda_: NonNegative = 1e-6
     """c, weight of a model's squared norm and squared distance to the mean; published for 10^4-10^5 weights: 1e-6."""
 

@@ -243,6 +243,13 @@ def test_parts_by_hand() -> None:
             part_names(resnet, wrong)
 
 
+@pytest.mark.parametrize(("method", "personal"), [("lg-fedavg", "body"), ("fedper", "fc1, bn1")])
+def test_a_shared_head_has_no_features_for_moon(method: str, personal: str, run_local: Run) -> None:
+    """Received and previous model would have the same features, and the term no gradient."""
+    with pytest.raises(UserError, match=f"objective = 'moon': {method} shares the head alone; features are personal"):
+        run_local(method=method, **KEYS, **{f"{method}__personal": personal}, objective="moon")
+
+
 @pytest.mark.parametrize(
     ("method", "key", "said"),
     [

@@ -149,7 +149,7 @@ METHODS = {
     "fedex-lora": Method("Singhal et al. 2025", keys.FedExLoRASettings, "lora:FedExLoRA", "lora:MovedBaseClient"),
     "hetlora": Method("Cho et al. 2024", keys.HetLoRASettings, "lora:HetLoRA", "lora:HetLoRAClient"),
     "mtl": Method("multi-task learning, regularised by the mean", keys.MTLSettings, "mtl:MTL", "personal:MTLClient"),
-    "local": Method("no federation: the floor", MethodSettings, "local:Local", "personal:LocalClient"),
+    "local": Method("no federation: the floor", keys.LocalSettings, "local:Local", "personal:LocalClient"),
     "ist": Method("IST, Yuan et al. 2022; vertical decomposition, Hu et al. 2023", keys.ISTSettings, "ist:IST"),
     "istprox": Method(
         "IST with FedProx's term", keys.ISTSettings, "ist:IST", preset={"objective": "prox"}, title="ISTProx"
