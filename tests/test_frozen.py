@@ -140,6 +140,15 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
         assert bool(model[1].running_mean.any()) == (model is trained)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_of_the_trained_layers_moves_its_statistics(affine: bool) -> None:
+    network = Network(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2)))
+    for names, moves in ((["2.weight", "2.bias"], False), ([n for n in network.tensors if n[0] != "2"], True)):
+        network.training_mode(names)
+        network.module(torch.randn(4, 3))
+        assert bool(network.tensors["1.running_mean"].any()) == moves
+
+
 def test_flops_are_those_that_are_computed() -> None:
     """Two layers in front of the head: no gradient of theirs, and none with respect to their outputs."""
     whole, head = problem(), problem(trainable="head")

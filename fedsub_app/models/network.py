@@ -202,11 +202,11 @@ class Network:
     def training_mode(self, trained: Collection[str] | None = None, batch_statistics: bool | None = None) -> None:
         """Put the model in training mode, frozen BatchNorm in evaluation mode.
 
-        ``trained``: names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight is not among them
-        uses its running statistics and leaves them as they are. ``batch_statistics``: training or evaluation mode of
-        the whole model instead.
+        ``trained``: names of the tensors that are trained, ``None`` for all. A BatchNorm whose weight, or without one
+        running mean, is not among them uses its running statistics and leaves them as they are. ``batch_statistics``:
+        training or evaluation mode of the whole model instead.
         """
         self.module.train(batch_statistics is not False)
         if batch_statistics is None and trained is not None:
             for name, module in self.normalisations.items():
-                module.train(f"{name}.weight" in trained)
+                module.train(f"{name}.{'weight' if module.affine else 'running_mean'}" in trained)
