@@ -334,8 +334,6 @@ class Settings(
             raise ValueError("all-budgets = true: needs max-flops, max-bytes or max-device-seconds")
         if further_metrics(self.metrics) and self.task not in CLASSES:
             raise ValueError(f"metrics = {', '.join(self.metrics)!r}: task = {self.task!r} takes none but 'spread'")
-        if self.attack == "label-flip" and self.task in SCORES and self.task not in CLASSES:
-            raise ValueError(f"attack = 'label-flip': needs classes, task = {self.task!r} has none")
         if self.client_test == "pooled" and "global" in self.evaluations:
             raise ValueError("client-test = 'pooled': leaves no global test set; evaluate must be without 'global'")
         allowed = self.options.objectives

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.phase import Phase
@@ -77,6 +78,8 @@ class Server:
             raise UserError("batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch")
         if settings.objective == "moon" and {*tensors_of(model)} <= {*head_names(model)}:
             raise UserError("objective = 'moon': the network is all head, without features of its own to compare")
+        if settings.attack == "label-flip" and not task_of(settings.task).classes:
+            raise UserError(f"attack = 'label-flip': needs classes, task = {settings.task!r} has none")
         self.settings = settings
         self.options = settings.options  # the method's own settings
         self.score = settings.score  # the task's score

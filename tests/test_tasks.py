@@ -194,7 +194,6 @@ def test_the_cost_of_a_low_score() -> None:
     [
         ({"task": "ranking"}, "task = 'ranking': allowed are classification, multi-label, regression, next-token, or"),
         ({"target-score": 101.0}, "target-score = 101: must be less than or equal to 100"),
-        ({"task": "regression", "attack": "label-flip"}, "attack = 'label-flip': needs classes"),
     ],
 )
 def test_settings_that_no_task_takes(keys: dict[str, object], message: str) -> None:
@@ -221,6 +220,7 @@ def test_diabetes() -> None:
         ({"task": "classification"}, "dataset = 'diabetes', train: y of shape"),
         ({"partition": "classes"}, "partition = 'classes': needs classes, diabetes has none; allowed are 'iid'"),
         ({"train-per-class": 5}, "train-per-class = 5: diabetes has no classes; must be 0"),
+        ({"attack": "label-flip"}, "attack = 'label-flip': needs classes, task = 'regression' has none"),
         ({"method": "fedpac"}, "task = 'regression': has no classes, whose means fedpac aligns"),
         ({"method": "heterofl"}, "heterofl.masked-loss = True: needs classes, task = 'regression' has none"),
     ],
@@ -324,6 +324,8 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
     record = fedsub_app.run(keys | {"evaluate": "global, global-local", "run-dir": str(tmp_path / "run")})  # type: ignore
     assert record.lines[-1]["global-pinball"] < record.lines[0]["global-pinball"]
     assert json.loads((tmp_path / "run/settings.json").read_text())["score"]["high_is_good"] is False
+    with pytest.raises(UserError, match=r"attack = 'label-flip': needs classes, task = '.*:Quantile' has none"):
+        fedsub_app.run(keys | {"attack": "label-flip"})  # type: ignore[arg-type]
     (tmp_path / "my_task.py").unlink()
     assert read_run(tmp_path / "run").score.name == "pinball"  # pages need no code
     (tmp_path / "my_task.py").write_text(OWN + "#\n")
