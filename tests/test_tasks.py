@@ -389,6 +389,8 @@ def test_a_loss_below_zero_is_no_harm(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = line_learnt(Density())
     assert not any("abandoned" in line or line.get("dropped") for line in lines)
     assert lines[-1]["global-rmse"] < 0.5 * lines[0]["global-rmse"]
+    chosen = line_learnt(Density(), method="fedtiny")  # whose clients send losses
+    assert not any("abandoned" in line or line.get("dropped") for line in chosen)
 
 
 @pytest.mark.run
