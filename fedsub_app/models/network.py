@@ -113,7 +113,7 @@ class Network:
                 count.copy_(before)
         if entered is None:
             raise RuntimeError("the network's head was not run")
-        return Output(logits, entered.flatten(1).float())  # of bfloat16 with base-dtype
+        return Output(logits, entered.flatten(1).to(logits.dtype))  # bfloat16 with base-dtype
 
     def _places(self) -> list[tuple[dict[str, Any], str, str]]:
         """Return a layer's dict, the key in it, the tensor's name; a tied tensor is held twice."""
