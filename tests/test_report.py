@@ -401,9 +401,9 @@ def test_a_method_that_sends_nothing_is_a_line_of_the_picture(tmp_path: Path) ->
 def test_a_page_can_read_values_off_its_curves() -> None:
     """The plot's box and spans in a picture lead from the ends of its drawn line back to the curve's points."""
     x, y = [0.0, 5.0, 20.0], [10.0, 80.0, 95.5]
-    text = svg_of_lines("a title", "accuracy (%)", "round", {3: ('IST "x"', x, y)})
+    text = svg_of_lines("a title", "accuracy (%)", "round", {3: ('IST "x", α\\1', x, y)})
     root = ElementTree.fromstring(text.replace("xlink:", ""))
-    assert json.loads(root.get("data-labels", "")) == {"3": 'IST "x"'}
+    assert json.loads(root.get("data-labels", "")) == {"3": 'IST "x", α\\1'}
     (left, top, wide, high), (x0, x1), (y0, y1) = (
         map(float, root.get(f"data-{name}", "").split()) for name in ("box", "x", "y")
     )
