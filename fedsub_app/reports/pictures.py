@@ -228,9 +228,8 @@ def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
     body = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", body)  # figure_1, axes_1: the same in every picture
     label = escape(title, quote=True)
     head = f'<svg role="img" aria-label="{label}"{_scales(drawing, lines)} viewBox'
-    return re.sub(
-        r"<svg [^>]*?viewBox", lambda _: head, body, count=1, flags=re.DOTALL
-    )  # as it is: JSON has backslashes
+    # The head as it is, no template: JSON has backslashes.
+    return re.sub(r"<svg [^>]*?viewBox", lambda _: head, body, count=1, flags=re.DOTALL)
 
 
 def _scales(drawing: "Figure", lines: Sequence[Curve]) -> str:
