@@ -44,7 +44,8 @@ class SubFedAvgClient(Client):
         early: list[Tensors] = []
         Training(self, keep=keep).run(self.watched(early), ahead=False)
         own = self.network.copy()
-        last, sent = (plan.widen(model, masks) for model in (own, self.attacked(own)))
+        last, attacked = plan.widen(own, masks), self.attacked(own)
+        sent = last if attacked is own else plan.widen(attacked, masks)
         new = self.prune(masks, plan.widen(early[0], masks) if early else last, last)
         self.state = prefixed(OWN, last) | prefixed(MASK, pack_bits(new))
         positions = plan.positions(new)
