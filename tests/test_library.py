@@ -606,7 +606,7 @@ def test_a_task_of_ones_own_is_given_to_both() -> None:
     task, own = Largest(), {"model": linear, "data": numbers}
     found = fedsub.FedAvg(clients_per_node=4, task=task).start(grid(task=task, **own), arrays(linear()), 1)
     assert 0 < found.evaluate_metrics_clientapp[1]["personal-worst"] < 9
-    reasons = fedsub.FedAvg(clients_per_node=4, max_abandoned=1).start(grid(task=task, **own), arrays(linear()), 1)
+    reasons = fedsub.FedAvg(clients_per_node=4).start(grid(task=task, **own), arrays(linear()), 1)
     assert 1 not in reasons.evaluate_metrics_clientapp
 
 
@@ -705,12 +705,18 @@ def test_layers_that_run_in_another_order_than_they_are_defined_in() -> None:
     assert strategy.connected.phase.dropped == []
 
 
+@pytest.mark.parametrize(
+    "key", [{"lr_schedule": "plateau"}, {"max_flops": 1e9}, {"stop_at_score": 9.0}, {"track": "wandb"}]
+)
+def test_flowers_loop_refuses_the_keys_of_our_own(key: dict[str, Any]) -> None:
+    name, value = next((name.replace("_", "-"), value) for name, value in key.items())
+    with pytest.raises(fedsub.UserError, match=rf"^{name} = {value!r}: needs fedsub.start; Flower's own loop does not"):
+        fedsub.FedAvg(clients_per_node=4, evaluate="global", **key).start(grid(), arrays(), 1)
+    fedsub.FedAvg(clients_per_node=4, checkpoint_every=1).start(grid(), arrays(), 1)  # the default changes nothing
+
+
 def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"clients_per_node": 4, "lr_schedule": "plateau", "lr_patience": 0, "evaluate": "global"}
-    with pytest.raises(
-        fedsub.UserError, match=r"^lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells"
-    ):
-        fedsub.FedAvg(**keys).start(grid(), arrays(), 1)
     for key in (keys, {"stop_at_score": 60.0, "evaluate": "global"}):
         with pytest.raises(fedsub.UserError, match=r": needs the score global-accuracy, which evaluate_fn measures$"):
             fedsub.start(fedsub.FedAvg(**{"clients_per_node": 4} | key), grid(), initial_arrays=arrays())

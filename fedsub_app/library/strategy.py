@@ -24,7 +24,7 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
 from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties, with_head
 from fedsub_app.models.sources import answer
-from fedsub_app.runs.config import resolve
+from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part
@@ -33,6 +33,10 @@ from strategies.rounds import check_defences, check_widths
 from strategies.server import Facts
 
 log = logging.getLogger("fedsub")
+OF_OUR_LOOP = {
+    *("max-flops", "max-bytes", "max-device-seconds", "all-budgets", "target-score", "stop-at-score"),
+    *("checkpoint-every", "keep-checkpoints", "track", "max-abandoned"),
+}
 
 
 class TensorsAlone(nn.Module):
@@ -127,8 +131,11 @@ class LibraryStrategy(Strategy):
     ) -> Result:
         """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand.
 
-        UserError: a config has keys; the settings of clients are keywords of the strategy.
+        UserError: a config has keys, which are keywords of the strategy here, or a keyword needs :func:`fedsub.start`.
         """
+        for key, value in self.keys.items():
+            if (key in OF_OUR_LOOP and value != defaults()[key]) or (key, value) == ("lr-schedule", "plateau"):
+                raise UserError(f"{key} = {value!r}: needs fedsub.start; Flower's own loop does not know it")
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             if config:
                 allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
@@ -210,8 +217,6 @@ class LibraryStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of a round; the first round begins with the roll call of the nodes."""
-        if self.keys.get("lr-schedule") == "plateau":
-            raise UserError("lr-schedule = 'plateau': needs fedsub.start; Flower's own loop tells no scores")
         if self.connected is None or server_round == 1:
             self._folder = TemporaryDirectory(prefix="fedsub-")  # of the simulated clients' state
             header = {"run": secrets.token_hex(6), "state-dir": self._folder.name}
