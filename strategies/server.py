@@ -223,6 +223,11 @@ class Server:
         if wrong := [name for name in old | new if old.get(name) != new.get(name)]:
             what = f"{wrong[0]!r} as {new.get(wrong[0])}, in the model it is {old.get(wrong[0])}"
             raise UserError(f"{said} {what}")
+        for name, value in merged.state.items():
+            old = getattr(self, name)
+            if isinstance(value, list) and not (isinstance(old, list) and len(old) == len(value)):
+                why = "setup must set a list with an entry for each client, as a resumed run restores it"
+                raise UserError(f"{said} {name!r} as a list of {len(value)}: {why}")
         kept = dict(leaves("", {name: getattr(self, name) for name in merged.state}))
         for name, value in leaves("", merged.state):
             if value.dtype == torch.bool and _form(value) != _form(kept.get(name)):

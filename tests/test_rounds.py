@@ -106,6 +106,10 @@ def test_a_hook_that_returns_another_kind_ends_the_run(
             Merged({"w": torch.ones(3)}, {"step": {"w": torch.ones(3).bool()}}),
             r"^SubnetStrategy.merge returned 'step/w' as \(torch.bool, 3\): setup must set a bool tensor in its shape",
         ),
+        (
+            Merged({"w": torch.ones(3)}, {"step": [{}]}),
+            "^SubnetStrategy.merge returned 'step' as a list of 1: setup must",
+        ),
         (Merged({"w": torch.ones(3)}, {"step": 0.5}), "^remembers 'step', which is 0.5: must be a tensor, a dict of"),  # type: ignore[dict-item]
     ],
 )
@@ -117,7 +121,7 @@ def test_an_outcome_of_other_kinds_is_not_committed(merged: Merged, said: str) -
 
 
 @pytest.mark.parametrize(
-    "state", [{"step": torch.tensor(float("nan"))}, {"step": [{"w": torch.tensor([1, -torch.inf])}]}]
+    "state", [{"step": torch.tensor(float("nan"))}, {"step": {"w": torch.tensor([1, -torch.inf])}}]
 )
 def test_a_state_that_is_not_finite_is_not_committed(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SubnetStrategy, "remembers", ("step",))
