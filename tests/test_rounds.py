@@ -149,6 +149,9 @@ def test_what_a_method_remembers_is_set_by_its_setup() -> None:
 
     with pytest.raises(UserError, match=r"^Forgetful\.setup does not set 'variate', which it remembers$"):
         Forgetful(resolve({}), torch.nn.Linear(1, 1))
+    Forgetful.remembers = "variate"  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"^Forgetful\.remembers = 'variate': must be a tuple of names$"):
+        Forgetful(resolve({}), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("count", "reason"), [(2, ""), (1, "fewer than min-replies = 2 valid replies")])
