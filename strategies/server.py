@@ -99,8 +99,9 @@ class Server:
         self.good: Tensors = {}  # with robust, the best model so far (strategies/harm.py)
         self._of_model: tuple[Tensors, dict[Hashable, Any]] = ({}, {})
         self.setup()
-        if isinstance(self.remembers, str):  # ("beta") is no tuple
-            raise UserError(f"{type(self).__name__}.remembers = {self.remembers!r}: must be a tuple of names")
+        names: object = self.remembers
+        if isinstance(names, str):  # ("beta") is no tuple
+            raise UserError(f"{type(self).__name__}.remembers = {names!r}: must be a tuple of names")
         if unset := [name for name in self.remembers if not hasattr(self, name)]:  # a resume could not restore it
             raise UserError(f"{type(self).__name__}.setup does not set {unset[0]!r}, which it remembers")
         dict(leaves("", {name: getattr(self, name) for name in self.remembers}))

@@ -147,6 +147,10 @@ def test_what_is_no_method_is_one_line(keys: dict[str, Any], line: str, tmp_path
         ({"strategy": library.Client}, "strategy = Client: must be a class derived from SubnetStrategy"),
         ({"client": library.SubnetStrategy}, "client = SubnetStrategy: must be a class derived from Client"),
         ({"client": "base:time"}, "client = <module 'time' .*>: must be a class derived from Client"),
+        (
+            {"client": "mine:Foo"},
+            "client = 'mine:Foo': ModuleNotFoundError: No module named 'client_apps.mine'; give the class itself",
+        ),
         ({"settings": library.MethodSettings()}, r"settings = MethodSettings\(\): must be a class derived from .*"),
     ],
 )

@@ -51,7 +51,11 @@ class Late(Generic[Class]):
             return self.default  # type: ignore[return-value]
         value = vars(instance)[self.name]
         if isinstance(value, str):
-            value = vars(instance)[self.name] = self._checked(resolve_name(f"{self.package}.{value}"))
+            try:
+                found = resolve_name(f"{self.package}.{value}")
+            except (ImportError, AttributeError, ValueError) as error:  # only fedsub's own classes are given by a place
+                raise UserError(f"Method: {self.name} = {value!r}: {one_line(error)}; give the class itself") from error
+            value = vars(instance)[self.name] = self._checked(found)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, instance: object, value: Class | str) -> None:
