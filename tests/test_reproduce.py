@@ -331,6 +331,18 @@ def test_a_killed_process_is_one_line(
     assert "| digits | local | failed |" in (tmp_path / "my-small.md").read_text()
 
 
+def test_a_run_of_other_settings_is_in_no_table(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made by an earlier command, whose folder it has; this command's process was killed before its turn."""
+    command = ["reproduce", table, "--out", str(tmp_path), "--workers", "1", "--seeds", "1", "--only", "local"]
+    assert cli.main(command) == 0
+    assert "GFLOPs" in capsys.readouterr().out
+    monkeypatch.setattr(batch, "run_job", killed)
+    assert cli.main([*command, "-s", "lr=0.2"]) == 1
+    assert "GFLOPs" not in capsys.readouterr().out
+
+
 def test_a_run_of_an_earlier_version_counts(table: str, tmp_path: Path) -> None:
     """One that did not know all of today's settings: those have their defaults; a changed value is another run."""
     job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")

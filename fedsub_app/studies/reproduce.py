@@ -158,7 +158,7 @@ def _groups(runs: Runs, finished: bool = False) -> list[Group]:
     """Return the runs of each row that have begun, or have finished."""
     groups = []
     for row, mine in runs:
-        begun = [job for job in mine if (job.folder / "settings.json").exists()]
+        begun = [job for job in mine if job.begun()]
         records = tuple(read_run(job.folder) for job in begun if not finished or job.summary())
         groups += [Group(row.label, records, row.setting)] if records else []
     return groups

@@ -119,7 +119,7 @@ def write_results(sweep: Sweep, command: str) -> None:
     verdict = _verdict(best, sweep) if best else "No trial has a result."
     keys = list(sweep.search.space)
     title = f"Sweep: {', '.join(keys)}" + (f" of {sweep.search.experiment}" if sweep.search.experiment else "")
-    runs = {t.number: [job.folder for job in t.jobs if (job.folder / "settings.json").exists()] for t in ranked}
+    runs = {t.number: [job.folder for job in t.jobs if job.begun()] for t in ranked}
     begun = [trial for trial in ranked if runs[trial.number]]
     groups = [Group(label(trial.keys), tuple(map(read_run, runs[trial.number]))) for trial in begun]
     columns, cells_of = summary_table(groups)
