@@ -146,6 +146,12 @@ def test_a_methods_own_states_are_those_of_the_checkpoint(run_local: Run) -> Non
         approximation(folder, 2)
 
 
+def test_adapters_over_the_runs_base(run_local: Run) -> None:
+    _, folder = run_local(method="fedavg", num_clients=2, num_rounds=1, trainable="lora", **ALL)
+    approximation(folder, 1)
+    assert 0.5 < similarities(folder)[0] <= 1
+
+
 @pytest.mark.parametrize("schedule", ["plateau", "cosine"])
 def test_a_rate_that_hangs_on_the_run_is_refused(schedule: str, run_local: Run) -> None:
     """By its scores, or by its end, behind which a cosine would rise again."""

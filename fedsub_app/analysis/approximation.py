@@ -115,7 +115,8 @@ def _federated(
             apart = None if with_state else shutil.ignore_patterns("client-*")
             shutil.copytree(states, scratch, dirs_exist_ok=True, ignore=apart)
         sent = settings.flat() | {"experiment": "", "resume": False}
-        strategy.connect(Federation(settings, {"run": "approximation", "state-dir": scratch}, sent))
+        header = {"run": "approximation", "state-dir": scratch, "base": place.base}
+        strategy.connect(Federation(settings, header, sent))
         arrays = to_arrays({name: start.model[name] for name in strategy.current})
         for number in range(start.round + 1, start.round + rounds + 1):
             config = ConfigRecord({"checkpoints": [start.round]})
