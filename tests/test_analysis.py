@@ -140,6 +140,21 @@ def test_personal_masks_and_clients(run_local: Run) -> None:
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_masks_of_a_network_without_units(
+    run_local: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch.nn import *\n"
+        "def net(num_classes): return Sequential(Flatten(), Linear(5, 8), LayerNorm(8), Linear(8, num_classes))\n"
+    )
+    keys = FEDSELECT | {"num-rounds": 1, "model": f"{tmp_path / 'net.py'}:net"}
+    _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})
+    assert cli.main(["analyse", str(folder)]) == 0
+    assert "no units can be removed" in caplog.text
+    assert "activations" not in capsys.readouterr().out
+    assert (folder / "overlap.csv").exists()
+
+
 def test_a_client_that_was_never_trained_is_in_no_mean_overlap(run_local: Run) -> None:
     keys = FEDSELECT | {"keep-checkpoints": 0, "num-rounds": 1, "clients-per-round": 2}
     _, folder = run_local(**{k.replace(".", "__").replace("-", "_"): v for k, v in keys.items()})

@@ -59,7 +59,14 @@ def analyse(folder: Path) -> list[Path]:
         log.warning("checkpoints: rounds %s; a run with keep-checkpoints = 0 keeps all, and shows all", kept)
     strategy = strategy_of(settings)
     staged = [line["round"] for line in lines if "stage" in line]
-    return [*_activations(folder, strategy, paths, max(staged, default=0)), *_overlap(folder, strategy, paths, lines)]
+    overlaps = _overlap(folder, strategy, paths, lines)
+    try:
+        return [*_activations(folder, strategy, paths, max(staged, default=0)), *overlaps]
+    except UserError as error:  # a network without units
+        if not overlaps:
+            raise
+        log.warning("no activations: %s", error)
+        return overlaps
 
 
 def unit_activations(model: nn.Module, groups: Sequence[UnitGroup], x: Batch) -> dict[str, Tensor]:
