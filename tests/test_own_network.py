@@ -165,7 +165,7 @@ def test_a_package_that_is_missing_is_named(package: str, monkeypatch: pytest.Mo
         build_model(f"{package}:x", (3, 8, 8), 10, 0)
 
 
-@pytest.mark.parametrize("options", ["width", "3", "width=", "**x", "width=open('x')", "width=3)", "("])
+@pytest.mark.parametrize("options", ["width", "3", "width=", "**x", "width=open('x')", "width=3)", "(", "a=1, a=2"])
 def test_options_that_are_none_are_refused(options: str) -> None:
     with pytest.raises(UserError, match=r"model-options = .*: must be names with numbers, texts, True or False"):
         resolve({"model-options": options})

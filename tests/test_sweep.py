@@ -41,9 +41,11 @@ def test_values_ranges_and_what_stays() -> None:
             'lr-decay-at=["2, 4", "3"]',
             "momentum=0.9",
             "weight-decay=1e-4..1e-2",
+            "model-options=width=32, norm='group'",  # one text of two options
+            "partition-options=alpha=0.1,alpha=1.0",
         ]
     )
-    assert fixed == {"evaluate": "global,personal", "momentum": 0.9}
+    assert fixed == {"evaluate": "global,personal", "momentum": 0.9, "model-options": "width=32, norm='group'"}
     assert space == {
         "lr": CategoricalDistribution((0.01, 0.1)),
         "fedpews.lambda": FloatDistribution(0.5, 5.0, log=True),
@@ -51,6 +53,7 @@ def test_values_ranges_and_what_stays() -> None:
         "method": CategoricalDistribution(("fedavg", "fedpews")),
         "lr-decay-at": CategoricalDistribution(("2, 4", "3")),
         "weight-decay": FloatDistribution(1e-4, 1e-2),
+        "partition-options": CategoricalDistribution(("alpha=0.1", "alpha=1.0")),
     }
 
 

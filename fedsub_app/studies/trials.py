@@ -6,6 +6,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState, create_trial
 
 from fedsub_app.common.errors import UserError, one_line, shown
-from fedsub_app.common.own_code import section_of
+from fedsub_app.common.own_code import read_options, section_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
@@ -39,8 +40,8 @@ Space = dict[str, Values]
 def read_space(pairs: Sequence[str], experiment: str = "") -> tuple[dict[str, Value], Space]:
     """Return the keys that have one value, and those to search: ``lr=0.1``; ``lr=0.01,0.1``, ``lr=0.01..0.1:log``.
 
-    A comma belongs to the value of keys that are lists themselves; several such values are a TOML array. The methods
-    that ``experiment`` and pairs name are registered first: what a key takes is known from then on.
+    A comma belongs to the value of keys that are lists or options; several such values are a TOML array.
+    The methods that ``experiment`` and pairs name are registered first: what a key takes is known from then on.
     """
     if experiment:
         applicable_keys({"experiment": experiment})
@@ -63,7 +64,7 @@ def read_space(pairs: Sequence[str], experiment: str = "") -> tuple[dict[str, Va
             continue
         parsed: Any = value
         values: Sequence[Any] = parsed if isinstance(parsed, list) else [parsed]  # a TOML list
-        if value == text and "," in text and not is_list(key):  # text that is in no quotes
+        if value == text and "," in text and not _is_one(key, text):  # text that is in no quotes
             values = [parse_pairs([f"{key}={word}"])[key] for word in text.split(",") if word.strip()]
         if not values and not is_list(key):
             raise UserError(f"{key} = {text}: no value")
@@ -75,6 +76,13 @@ def read_space(pairs: Sequence[str], experiment: str = "") -> tuple[dict[str, Va
     if not space:
         raise UserError("nothing to search: give a key several values, -s lr=0.01,0.1, or a range, -s lr=0.01..0.1:log")
     return fixed, space
+
+
+def _is_one(key: str, text: str) -> bool:
+    """Say whether a text with commas is one value: a list, or options such as ``width=32, depth=2``."""
+    with suppress(ValueError):
+        return is_list(key) or bool(read_options(text))
+    return False
 
 
 def _range(pair: str, default: Value, first: str, last: str, log: str | None) -> FloatDistribution | IntDistribution:
