@@ -415,6 +415,13 @@ def test_tokenizers_of_the_training_texts(name: str) -> None:
     assert 1 in tokens[-1]  # unknown
 
 
+def test_texts_without_a_next_token_are_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text\n" + "a\n" * 12)
+    keys = keys_of(tmp_path, "csv:t.csv", input="text", task="next-token")
+    with pytest.raises(UserError, match=r"^dataset = 'csv:t.csv', train: no samples$"):
+        load_dataset(resolve(keys).data)
+
+
 def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     """In the form in which transformers saves one, without a network."""
     tokenizer_folder(tmp_path)

@@ -70,6 +70,8 @@ def dataset_of(
     """Return the data set of two splits; ``output``: shape of an output; ``sources``: default the sorted groups."""
     where = "" if name == OWN else f"dataset = {name!r}, "
     targets = []
+    if not len(train.y):  # such as texts of one token each
+        raise UserError(f"{where}train: no samples")
     for part, one in (("train", train), ("test", test)):
         try:
             output = output or task.output(train.y, max(map(task.outputs, (train.y, test.y))))
@@ -98,8 +100,6 @@ def _split(data: object, name: str, collate: Collate | None, like: Split | None 
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
     _check_pairs(stored, y, name, axes=2)
-    if not (len(y) or like):
-        raise UserError(f"{name}: no samples")
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
     return Split(Samples(stored), y.detach(), groups)
