@@ -1,6 +1,7 @@
 """Data of one's own: tensors by name, data sets that are read lazily, tables, texts, code, and what is refused."""
 
 import json
+import math
 import shutil
 import sys
 from importlib.util import find_spec
@@ -668,6 +669,20 @@ def test_classes_that_some_rows_have_as_numbers_are_those_words(tmp_path: Path, 
         (tmp_path / f"t-{name}.csv").write_text(text)
     data = load_dataset(resolve(keys_of(tmp_path, "csv:t-*.csv")).data)
     assert data.labels == ("1", "2", "other")
+
+
+def test_columns_of_json_are_not_taken_for_dates_by_their_names(tmp_path: Path) -> None:
+    rows = [{"start_time": 1.6e9 + 1e6 * k, "modified": f"v{k % 2}", "label": k % 2} for k in range(24)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load_dataset(resolve(keys_of(tmp_path, "jsonl:t.jsonl", input="start_time", group="modified")).data)
+    assert (data.in_shape, data.sources) == ((1,), ("v0", "v1"))
+
+
+def test_infinity_among_words_is_no_class(tmp_path: Path) -> None:
+    rows = ({"x": k, "label": math.inf if k == 3 else "a"} for k in range(24))
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"^label = 'label': inf is no class; must be integers or words$"):
+        load_dataset(resolve(keys_of(tmp_path, "jsonl:t.jsonl", input="x")).data)
 
 
 def test_an_empty_value_of_pandas_own_types_is_one_line(tmp_path: Path) -> None:

@@ -291,6 +291,6 @@ def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
     columns = [_column(rows, wanted, wanted.label[0]) for rows in both]
     odd = (list, dict, np.ndarray)
     for value in (value for column in columns for value in column):
-        if isinstance(value, odd) or (isinstance(value, float) and value != int(value)):
+        if isinstance(value, odd) or (isinstance(value, float) and value % 1):
             raise UserError(f"label = {wanted.label[0]!r}: {shown(value)} is no class; must be integers or words")
     return sorted({value for column in columns for value in column}, key=lambda value: (isinstance(value, str), value))
