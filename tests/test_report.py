@@ -116,7 +116,8 @@ def test_a_label_names_what_differs(runs: dict[str, Path]) -> None:
 
 
 def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None:
-    found = curve(grouped([runs["a0"], runs["a1"]])[0], "global-accuracy", "x", 0, Score())
+    (group,) = grouped([runs["a0"], runs["a1"]])
+    found = curve(group, "global-accuracy", "x", 0, Score())
     assert found
     lines = [read_rounds(runs[name]) for name in ("a0", "a1")]
     for place in range(3):  # rounds 0, 1, 2
@@ -126,6 +127,8 @@ def test_a_curve_is_mean_and_deviation_over_seeds(runs: dict[str, Path]) -> None
         spent = [sum(line.get("flops", 0) for line in of[: place + 1]) / 1e9 for of in lines]
         assert found.x["GFLOPs"][place] == pytest.approx(sum(spent) / 2)
     assert found.x["round"] == [0, 1, 2]
+    begun = replace(group, records=(*group.records, RunData(Path(), {}, [])))  # a third seed without a round
+    assert curve(begun, "global-accuracy", "x", 0, Score()) == found
 
 
 def test_device_seconds_are_a_cost_where_a_run_has_some() -> None:

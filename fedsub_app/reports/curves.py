@@ -140,9 +140,10 @@ LOSS = Score("loss", False, "")
 
 
 def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curve | None:
-    """Return the mean curve of ``key`` at the rounds that all runs of a group have measured; ``None`` without any."""
-    measured = [{line["round"]: line for line in record.lines if line.get(key) is not None} for record in group.records]
-    rounds = sorted(set.intersection(*(set(lines) for lines in measured)))
+    """Return the mean curve of ``key`` at the rounds that all runs of a group with any have measured, or ``None``."""
+    every = ({line["round"]: line for line in record.lines if line.get(key) is not None} for record in group.records)
+    measured = [lines for lines in every if lines]  # one may have failed, or have just begun
+    rounds = sorted(set.intersection(*map(set, measured))) if measured else []
     if not rounds:
         return None
     points = [[lines[number] for lines in measured] for number in rounds]
