@@ -216,7 +216,8 @@ def test_what_others_say_is_text(runs: dict[str, Path], tmp_path: Path) -> None:
     bad = {"client": 1, "reason": "<script>alert(1)</script> $x^2$"}
     lines = [line | ({"dropped": [bad]} if line["round"] else {}) for line in record.lines]
     group = Group("</svg><b>$\\frac$", (replace(record, lines=lines),))
-    page = write_html([group, Group("b", (record,))], tmp_path / "r.html", "<i>", "x")[0].read_text()
+    page = write_html([group, Group("b", (record,))], tmp_path / "r.html", "<i>", "x \udcff")[0].read_text()
+    assert r"x \udcff" in page  # a byte of a folder's name that is no Unicode
     assert "<script>alert" not in page
     assert "</svg><b>" not in page
     assert "<i>" not in page

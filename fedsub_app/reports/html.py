@@ -60,7 +60,7 @@ def write_html(groups: Sequence[Group], target: Path, title: str, command: str, 
         target.with_suffix(".json"): to_json({"title": title, "command": command, "runs": numbers}, indent=2) + "\n",
     }
     for path, text in files.items():
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(errors="backslashreplace"))  # a folder's name may be no Unicode
     return list(files)
 
 
