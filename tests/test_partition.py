@@ -336,6 +336,10 @@ def test_summary_is_json_and_adds_up() -> None:
         ({"partition": "classes", "num_clients": 1433, "classes_per_client": 1}, r"client \d+ has no training sample"),
         ({"partition": "classes", "num_clients": 1430, "classes_per_client": 2}, r"client \d+ has no training sample"),
         ({"partition": "source-classes", "num_clients": 2}, r"num-clients = 2: partition = 'source-classes' expected"),
+        (
+            {"partition": "source-classes", "num_clients": 1, "repeat_classes": True},
+            r"^repeat-classes = true: needs num-clients \* classes-per-client a multiple of 10, the number of classes$",
+        ),
         ({"partition": "source", "num_clients": 2}, r"num-clients = 2: partition = 'source' expected .*1 \(digits\)"),
         ({"partition": "lists", "class_lists": "0, 1"}, r"class-lists = '0, 1': 2 lists for num-clients = 10"),
         ({"partition": "lists", "num_clients": 1, "class_lists": "10"}, r"unknown class 10, expected 0 to 9"),

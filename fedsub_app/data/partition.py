@@ -252,9 +252,6 @@ def _by_lists(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
 
 
 def _by_classes(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
-    if settings.repeat_classes and settings.num_clients * settings.classes_per_client % dataset.label_count:
-        needs = f"num-clients * classes-per-client a multiple of {dataset.label_count}, the number of classes"
-        raise UserError(f"repeat-classes = true: needs {needs}")
     return _share_classes(dataset, deal_classes(dataset.label_count, settings), settings.seed)
 
 
@@ -264,6 +261,9 @@ def deal_classes(num_classes: int, settings: PartitionSettings) -> list[list[int
     random = generator(settings.seed, "classes of clients")
     copies, more = divmod(num_clients * classes_per_client, num_classes)
     if settings.repeat_classes:  # as published: a shuffled deck, cut
+        if more:
+            needs = f"num-clients * classes-per-client a multiple of {num_classes}, the number of classes"
+            raise UserError(f"repeat-classes = true: needs {needs}")
         deck = torch.arange(num_classes).repeat(copies)[torch.randperm(num_classes * copies, generator=random)]
         return [hand.tolist() for hand in deck.split(classes_per_client)]
     left = torch.full((num_classes,), copies)
