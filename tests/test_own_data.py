@@ -372,6 +372,12 @@ def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
     assert "every 6th sample" in data.notes[0]
 
 
+def test_a_file_without_rows_changes_no_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,label\n" + "1,0\n2,1\n" * 9)
+    (tmp_path / "b.csv").write_text("x,label\n")
+    assert load_dataset(resolve(keys_of(tmp_path, "csv:*.csv")).data).in_shape == (1,)
+
+
 def test_a_column_of_the_name_of_the_made_one_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a[1].csv").write_text("file,x,label\n" + "1,5,0\n2,6,1\n" * 9)
     keys = keys_of(tmp_path, "csv:a[1].csv", normalise="none")

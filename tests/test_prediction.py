@@ -181,6 +181,7 @@ def test_a_file_that_is_no_image_is_named(
     ("text", "said"),
     [
         ("age,outcome\n1,ill\n", "no column 'weight'"),
+        ("age,weight\n", "no rows"),
         ("age,weight\n1,\n", "column 'weight' has 1 empty or infinite values"),
     ],
 )

@@ -48,9 +48,10 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
     kind = file.suffix.removeprefix(".")
     if kind not in READERS:
         raise UserError(f"{file}: must end in .{', .'.join(READERS)}, as the run's data are rows of a table")
-    unseen = _read(kind, file, wanted).assign(
-        **{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name}
-    )
+    rows = _read(kind, file, wanted)
+    if not len(rows):
+        raise UserError(f"dataset = {str(file)!r}: no rows")
+    unseen = rows.assign(**{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name})
     data = _dataset(wanted.model_copy(update={"dataset": str(file)}), task, train, unseen, notes)
     return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
 
@@ -109,7 +110,8 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     if not files:
         here = "" if Path(pattern).anchor else f" here or in {data}"
         raise UserError(f"dataset = {wanted.dataset!r}: no such file{here}")
-    rows = pd.concat([_read(kind, file, wanted) for file in files], ignore_index=True)
+    parts = [_read(kind, file, wanted) for file in files]
+    rows = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)  # columns of none have no types
     if SPLIT not in rows:
         return rows, None, ()
     if odd := set(rows[SPLIT]) - {"train", "test"}:
