@@ -386,6 +386,17 @@ def test_a_failing_row_is_named(table: str, tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("error: dataset = 'nothing'")
 
 
+def test_rows_whose_data_are_missing_take_no_table_from_the_others(tmp_path: Path) -> None:
+    other = '[[method]]\nlabel = "none"\nset = { method = "local", dataset = "nothing" }\n'
+    (tmp_path / "mine.toml").write_text(TABLE + other)
+    only = ("--only", "local", "--only", "none")
+    command = ["reproduce", str(tmp_path / "mine.toml"), "--out", str(tmp_path), "--seeds", "1", *only]
+    assert cli.main(command) == 1
+    table = (tmp_path / "mine.md").read_text()
+    assert "| digits | none | failed |" in table
+    assert "- data: digits\n" in table
+
+
 @pytest.mark.slow
 def test_runs_are_jobs_of_a_cluster(tmp_path: Path) -> None:
     """submitit's cluster of this machine takes Slurm's place."""

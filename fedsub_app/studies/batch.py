@@ -211,12 +211,13 @@ def facts(command: str, seeds: Iterable[int], jobs: Sequence[Job]) -> dict[str, 
         notes = load_dataset(settings.data).notes
         return settings.dataset + (f" ({', '.join(notes)})" if notes else "")
 
+    done = [job for job in jobs if job.summary()] or jobs  # the data of others may be missing, for which they failed
     return {
         "command": command,
         "commit": ", ".join(sorted({_commit(job) for job in jobs})),
         "seeds": ", ".join(map(str, seeds)),
         "machine": f"{'; '.join(sorted({_machine(job) for job in jobs}))}; one thread a run",
-        "data": "; ".join(sorted({data(job.settings) for job in jobs})),
+        "data": "; ".join(sorted({data(job.settings) for job in done})),
     }
 
 
