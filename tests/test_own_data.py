@@ -679,7 +679,8 @@ def test_classes_that_some_rows_have_as_numbers_are_those_words(tmp_path: Path, 
 
 def test_columns_of_json_are_not_taken_for_dates_by_their_names(tmp_path: Path) -> None:
     rows = [{"start_time": 1.6e9 + 1e6 * k, "modified": f"v{k % 2}", "label": k % 2} for k in range(24)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "t.jsonl").write_text(text, encoding="utf-8-sig")  # with a byte order mark
     data = load_dataset(resolve(keys_of(tmp_path, "jsonl:t.jsonl", input="start_time", group="modified")).data)
     assert (data.in_shape, data.sources) == ((1,), ("v0", "v1"))
 

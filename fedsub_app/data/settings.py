@@ -39,7 +39,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> functio
     "csv": ("read_csv", {"low_memory": False}),  # else long files are read in parts, each with types of its own
     "tsv": ("read_csv", {"sep": "\t", "quoting": 3, "low_memory": False}),
     "parquet": ("read_parquet", {}),
-    "jsonl": ("read_json", {"lines": True, "convert_dates": False}),  # else by names, such as start_time
+    "jsonl": ("read_json", {"lines": True, "convert_dates": False, "encoding": "utf-8-sig"}),  # dates: by their names
 }
 SOURCES = (*READERS, "hf")
 
