@@ -220,6 +220,12 @@ def test_a_torn_line_of_the_journal_is_cut_and_a_damaged_one_named(tmp_path: Pat
             _ = sweep_of(search, tmp_path).study
 
 
+def test_the_command_is_one_line_as_best_toml_has_it_in_a_comment(tmp_path: Path) -> None:
+    pairs = ["lr=[0.1,\n0.2]"]
+    search = Search("fedpews/digits", {}, read_space(pairs)[1], "grid")
+    assert "-s 'lr=[0.1, 0.2]' --search" in sweep._command(sweep_of(search, tmp_path), pairs, None)
+
+
 def test_the_seed_is_that_of_the_experiment(tmp_path: Path) -> None:
     """Trials run with it, and so does best.toml, which extends the experiment."""
     mine = tmp_path / "my.toml"

@@ -101,7 +101,7 @@ def _folder(search: Search, metric: str) -> Path:
 def _command(planned: Sweep, pairs: Sequence[str], metric: str | None) -> str:
     search = planned.search
     words = ["fedsub", "sweep", *([shlex.quote(search.experiment)] if search.experiment else [])]
-    words += [word for pair in pairs for word in ("-s", shlex.quote(pair))]
+    words += [word for pair in pairs for word in ("-s", shlex.quote(" ".join(pair.splitlines())))]
     words += ["--search", search.method, "--trials", str(search.count)]
     words += ["--metric", metric] if metric else []
     return " ".join([*words, *(["--seeds", str(planned.seeds)] if planned.seeds > 1 else [])])
