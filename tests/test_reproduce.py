@@ -228,6 +228,14 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "digits-fedavg").exists()
 
 
+def test_a_table_named_like_its_page_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.toml").write_text(TABLE)
+    assert cli.main(["reproduce", str(tmp_path / "report.toml"), "--dry-run"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "/report.toml: report.csv and report.json are files of its page; name the table otherwise\n"
+    )
+
+
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
     file = conf_files.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))

@@ -64,6 +64,8 @@ def reproduce(
         overrides, seeds = {**kept.get("set", {}), **overrides}, seeds or kept.get("seeds")
         out = out or runs_folder() / "check" / f"{against.stem}-{code_digest()}"
     name = Path(name).stem if is_file(name) else name
+    if name == "report":
+        raise UserError(f"table {named}: report.csv and report.json are files of its page; name the table otherwise")
     rows = table.rows
     known = dict.fromkeys([*(row.setting for row in rows), *(row.label for row in rows)])
     if unknown := [word for word in only if word not in known]:
