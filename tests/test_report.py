@@ -226,6 +226,20 @@ def test_what_others_say_is_text(runs: dict[str, Path], tmp_path: Path) -> None:
     assert ">2</td><td>1, 2</td><td>1</td>" in page  # twice, in rounds 1 and 2, client 1
 
 
+def test_every_part_of_the_page_says_of_which_section_a_run_is(runs: dict[str, Path], tmp_path: Path) -> None:
+    record = read_run(runs["a0"])
+    lines = [
+        line | {"dropped": [{"client": 1, "reason": "late"}], "served": {"x": {"slow": 1.0}}} for line in record.lines
+    ]
+    groups = [Group("FedAvg", (replace(record, lines=lines),), section) for section in ("digits", "birds")]
+    page = write_html(groups, tmp_path / "r.html", "title", "x")[0].read_text()
+    for name in ("digits: FedAvg", "birds: FedAvg"):
+        assert f'<th scope="row">{name}</th><td class="text">late</td>' in page
+        assert f'<th scope="row">{name}</th><td>1.00</td></tr>' in page  # of the clients that are served
+        assert f"All settings of {name}</summary>" in page
+        assert f"<li>{name}, seed 0, in " in page
+
+
 @pytest.mark.parametrize("name", ["", *experiments()])
 def test_the_command_repeats_the_run(name: str) -> None:
     for changes in (

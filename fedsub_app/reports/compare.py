@@ -9,7 +9,7 @@ from fedsub_app.common.score import Score, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.common.text import markdown, three_digits
 from fedsub_app.reports.cost_to_accuracy import Cost, about, averages, cells, columns, costs_to_accuracy
-from fedsub_app.reports.curves import OPTIONAL, Group, costs_of, deviation, kinds_of
+from fedsub_app.reports.curves import OPTIONAL, Group, costs_of, deviation, kinds_of, named
 from fedsub_app.runs.rounds import OF_DEVICES
 
 TOTALS = {  # a column of the summary: key of the rounds' lines, unit
@@ -46,13 +46,13 @@ def _amount(values: Sequence[float]) -> Cell:
 def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     """Return the results and costs of some groups: the header, and rows."""
     records = [record for group in groups for record in group.records]
-    scores, several = kinds_of(groups), len({group.section for group in groups}) > 1
+    scores = kinds_of(groups)
     spent = {key for record in records for line in record.lines for key in OF_DEVICES if line.get(key)}
     totals = {name: (key, unit) for name, (key, unit) in TOTALS.items() if key not in OF_DEVICES or key in spent}
     alone = all(score.unit and score.name == next(iter(scores.values())).name for score in scores.values())
     titles = [score.titled(kind_of(key) if alone else f"{kind_of(key)} {score.name}") for key, score in scores.items()]
     rows = []
-    for group in groups:
+    for group in named(groups):
         lines = [record.lines for record in group.records]
         dropped = sum(len(record.dropped) for record in group.records)
         abandoned = sum(line.get("status") == "abandoned" for of in lines for line in of)
@@ -65,7 +65,7 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
             _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines]) for key, unit in totals.values()
         ]
         row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned), Cell(status, status)]
-        rows.append((f"{group.section}: {group.label}" if several else group.label, row))
+        rows.append((group.label, row))
     for column, score in enumerate(scores.values(), 1) if len(rows) > 1 else ():
         best = score.best(float(row[column].value) for _, row in rows if row[column].text != "–")
         for _, row in rows:
@@ -83,7 +83,7 @@ def served_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
     every = ((key, name) for of in last for served in of for key in served for name in served[key])
     places = {(key, name): score_of.get(key, Score()) for key, name in every}
     rows = []
-    for group, of in zip(groups, last, strict=True):
+    for group, of in zip(named(groups), last, strict=True):
         values = ([served[key][name] for served in of if name in served.get(key, {})] for key, name in places)
         rows.append((group.label, [*map(_scored, values, places.values())]))
     return [score.titled(f"{kind_of(key)}, {name}") for (key, name), score in places.items()], rows if places else []
@@ -108,12 +108,10 @@ def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list
 
 def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
     """Return what 90 % of the best run's score has cost: the header, and rows; ``None`` for less than two of them."""
-    timed, several = OPTIONAL in costs_of(groups), len({group.section for group in groups}) > 1
-    rows = []
+    timed, rows = OPTIONAL in costs_of(groups), []
     for key in kinds_of(groups):
-        for group, texts in zip(groups, costs_of_groups(groups, key, timed), strict=True):
-            label = f"{group.section}: {group.label}" if several else group.label
-            rows += [(label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
+        for group, texts in zip(named(groups), costs_of_groups(groups, key, timed), strict=True):
+            rows += [(group.label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
     score = groups[0].records[0].score
     return ([score.titled("threshold"), score.name, *columns(score, timed)], rows) if len(rows) > 1 else None
 

@@ -4,7 +4,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -118,6 +118,12 @@ class Group:
 
     def cost(self, cost: str) -> list[float]:
         return [record.lines[-1].get(cost, 0.0) for record in self.records if record.lines]
+
+
+def named(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with their section in their label if there are several sections."""
+    several = len({group.section for group in groups}) > 1
+    return [replace(group, label=f"{group.section}: {group.label}") if several else group for group in groups]
 
 
 class Curve(NamedTuple):

@@ -13,7 +13,7 @@ from fedsub_app.common.section import Json
 from fedsub_app.reports import pictures
 from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
-from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of
+from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of, named
 from fedsub_app.reports.export import csv_of, rows_of_rounds
 from fedsub_app.reports.records import NOT_COMPARED, differing_keys, named_runs
 from fedsub_app.runs.masks import last_masks
@@ -66,7 +66,7 @@ def write_html(groups: Sequence[Group], target: Path, title: str, command: str, 
 
 def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     records = [record for group in groups for record in group.records]
-    rows, score = curves(groups), groups[0].records[0].score
+    rows, score, runs = curves(groups), groups[0].records[0].score, named(groups)
     return {
         "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(groups)},
         "styles": [(pictures.colour(k), pictures.dashes(k)) for k in range(max(len(groups), len(KINDS)))],
@@ -80,20 +80,20 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "costs": cost_table(groups),
         "about_costs": about_costs(score),
         "clients": _clients(groups),
-        "subnetworks": _subnetworks(groups),
-        "partitions": _partitions(groups),
+        "subnetworks": _subnetworks(runs),
+        "partitions": _partitions(runs),
         "max_cells": MAX_CELLS,
         "differing": differing_keys([group.records[0] for group in groups]),
-        "settings": [(group.label, group.records[0].settings) for group in groups],
+        "settings": [(group.label, group.records[0].settings) for group in runs],
         "not_compared": NOT_COMPARED,
-        "dropped": _dropped(groups),
+        "dropped": _dropped(runs),
         "asked": sum(len(line.get("clients", ())) for record in records for line in record.lines),
         "runs": [
             (group.label, record.settings["seed"], os.path.relpath(record.folder, folder), record)
-            for group in groups
+            for group in runs
             for record in group.records
         ],
-        "made": _made(groups),
+        "made": _made(runs),
     }
 
 

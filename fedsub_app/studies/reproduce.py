@@ -264,7 +264,7 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
     names, served = served_table(groups)
     if served:
         both = zip(groups, served, strict=True)
-        shown = [[group.section, label, *(cell.text for cell in row)] for group, (label, row) in both]
+        shown = [[group.section, group.label, *(cell.text for cell in row)] for group, (_, row) in both]
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
         lines += ["## Who is served", "", filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)
