@@ -23,6 +23,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.runs import config
+from fedsub_app.runs.recorded import new_folder
 from fedsub_app.studies import batch, sweep
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, read_space
 
@@ -234,6 +235,14 @@ def test_the_seed_is_that_of_the_experiment(tmp_path: Path) -> None:
     trial = sweep_of(Search(str(mine), {}, space, "grid"), tmp_path).trial(0)
     assert [job.settings.seed for job in trial.jobs] == [5]
     assert Search(str(mine), {"seed": 2}, space, "grid").seed == 2
+
+
+def test_a_long_path_makes_no_name_that_a_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    path = f"{'/folder' * 40}/file"
+    assert new_folder(config.resolve({"dataset": f"csv:{path}.csv"})).name.endswith("-folder-file.csv-seed0")
+    search = Search(f"{path}.toml", {}, {"lr": CategoricalDistribution((0.1, 0.2))}, "grid")
+    sweep._folder(search, "global").mkdir(parents=True)
 
 
 def test_a_score_of_test_data_is_too_good_whether_high_or_low() -> None:

@@ -94,7 +94,7 @@ def _search_method(space: Space, method: str | None, trials: int | None) -> str:
 
 def _folder(search: Search, metric: str) -> Path:
     text = json.dumps(search.describe(metric), sort_keys=True)
-    name = (search.experiment or "sweep").removesuffix(".toml").strip("/").replace("/", "-")
+    name = (search.experiment or "sweep").removesuffix(".toml").strip("/").replace("/", "-")[-200:]  # of a long path
     return runs_folder() / "sweeps" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
