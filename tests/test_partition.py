@@ -219,8 +219,17 @@ def test_a_label_without_test_images_is_named(tmp_path: Path) -> None:
         tmp_path / "own", train_images=pixels, train_labels=[0, 0, 1, 1], test_images=pixels, test_labels=[0, 0, 0, 0]
     )
     data = DataSettings(dataset="own", data_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"client-test = 'labels': .*client 1's labels \[1\]"):
+    with pytest.raises(UserError, match=r"client-test = 'labels': .*client 1's labels \[1\] of own; use"):
         make(data, partition="lists", num_clients=2, class_lists="0, 1")
+
+
+def test_a_group_without_test_samples_is_named(tmp_path: Path) -> None:
+    """Those of its labels are of another group: every sixth row of a class is for testing."""
+    rows = "".join(f"{k},{k % 2},{'north' if k % 3 else 'south'}\n" for k in range(60))
+    (tmp_path / "t.csv").write_text(f"x,label,site\n{rows}")
+    data = DataSettings(dataset="csv:t.csv", data_dir=str(tmp_path), group="site")
+    with pytest.raises(UserError, match=r"no sample of client 1's labels \[0, 1\] of south; use 'holdout'$"):
+        make(data, partition="column", num_clients=2)
 
 
 def test_a_label_that_falls_into_validation_stays_in_the_test_set(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
             shared[key] = torch.isin(test_kinds, own).nonzero().flatten()
         if not len(shared[key]):
             labels = sorted({kind % dataset.label_count for kind in key})
-            lacking = f"no sample of client {client}'s labels {labels}"
+            sources = ", ".join(sorted({dataset.sources[kind // dataset.label_count] for kind in key}))
+            lacking = f"no sample of client {client}'s labels {labels} of {sources}"
             raise UserError(f"client-test = 'labels': the test set has {lacking}; use 'holdout'")
         tests.append(shared[key])
     return tests
