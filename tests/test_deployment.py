@@ -200,6 +200,19 @@ def test_each_node_has_a_port_of_its_own(tmp_path: Path, monkeypatch) -> None:
     assert (found.port, sorted(found.node_ports)) == (7, [8, 9, 10])
 
 
+def test_a_node_with_a_new_key_is_registered_again(tmp_path: Path, monkeypatch) -> None:
+    """The SuperLink knows the key that was lost; it would refuse the new one until ``up`` gives up."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setattr(federation.Starting, "all", lambda self: None)
+    folder = tmp_path / "federation"
+    federation.up(folder, nodes=2)
+    write_json(folder / STATE, {"nodes": 2, "partitions": 2, "registered": [0, 1], "processes": {}})
+    (folder / "superlink.db").touch()
+    assert federation.up(folder).registered == [0, 1]
+    (folder / "keys/node-1").unlink()
+    assert federation.up(folder).registered == [0]
+
+
 def test_a_process_id_that_others_have_now_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
     """``down`` after a reboot: the number is in use, by another program."""
     from fedsub_app.cli.main import main

@@ -76,11 +76,11 @@ def up(folder: Path, **changes: Any) -> Federation:
     federation = _configured(folder, known, bool(before), given)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys = None if federation.insecure else folder / "keys"
-    if keys:
-        for path in make_keys(keys, [federation.host] if federation.host else [], federation.nodes):
-            print(f"{path}: made")
-    if not (folder / "superlink.db").exists():
-        federation.registered = []
+    made = make_keys(keys, [federation.host] if federation.host else [], federation.nodes) if keys else []
+    for path in made:
+        print(f"{path}: made")
+    old = federation.registered if (folder / "superlink.db").exists() else []
+    federation.registered = [number for number in old if folder / "keys" / commands.node(number) not in made]
     if has_door(federation):
         (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
     pids = {name: federation.processes[name].pid for name in before}
