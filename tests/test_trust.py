@@ -161,6 +161,15 @@ def test_no_door_no_host(given: dict[str, Any], said: str, home: Path, monkeypat
         machine._configured(home, machine.Federation(), False, given)
 
 
+@pytest.mark.parametrize("taken", ["port", "door"])
+def test_a_port_that_another_program_has(taken: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nodes nobody looked whether nginx went on: ``up`` said that all was well."""
+    monkeypatch.setattr(commands, "nginx", lambda: "/usr/sbin/nginx")
+    monkeypatch.setattr(machine, "answers", lambda port: port == 7)
+    with pytest.raises(UserError, match=f"^--{taken} 7: another program listens there$"):
+        machine._configured(home, machine.Federation(), False, {"nodes": 0, "host": "a.example.org", taken: 7})
+
+
 def test_a_federation_in_a_folder_of_any_letters_is_known_to_run(tmp_path: Path) -> None:
     """ps of the locale C has a question mark for each other letter."""
     command = ["python", "-c", "import time; time.sleep(60)", str(tmp_path / "für alle")]

@@ -127,8 +127,9 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     if table is not None and table.get(flower.FOLDER_KEY) != str(folder):
         raise UserError(f"--name {federation.name}: Flower's config.toml has such a connection, to another SuperLink")
     federation.port = federation.port or free_port()
-    if answers(federation.port):
-        raise UserError(f"--port {federation.port}: another program listens there")
+    for option in ("port", "door") if has_door(federation) else ("port",):
+        if answers(port := getattr(federation, option)):
+            raise UserError(f"--{option} {port}: another program listens there")
     ports = {federation.port}
     while len(ports) <= federation.nodes:  # the same one may be drawn twice
         ports.add(free_port())
