@@ -581,6 +581,17 @@ def test_late_nodes_are_waited_for() -> None:
     assert fed.nodes == nodes(3)
 
 
+def test_a_round_waits_for_a_node_where_all_have_left() -> None:
+    """As at the start, and not one round later: after three abandoned rounds the run ends."""
+    away: list[set[int]] = []
+    grid = Comings(app, {}, lambda _: away.pop() if away else set())
+    fed = federation()
+    fed.meet(grid)
+    away += [{0, 1, 2}] * 3
+    fed.meet(grid)
+    assert fed.nodes == nodes(3)
+
+
 def test_two_nodes_of_one_partition() -> None:
     grid = LocalGrid(app, {}, 3)
     grid.contexts[4].node_config["partition-id"] = 1

@@ -62,12 +62,13 @@ class Roll:
         :class:`UserError` at the start, where ``node-timeout`` is over, or no node can take part.
         """
         deadline = time.monotonic() + self.settings.node_timeout
-        wait = not self.nodes  # where all nodes have left, the round is abandoned if none returns in time
+        wait = False
         while True:
             present = set(grid.get_node_ids())
             for known in (self.nodes, self.waiting, self.ask_again, self.complaints):
                 for node_id in known.keys() - present:  # a node that returns is called again
                     del known[node_id]
+            wait |= not self.nodes  # where all nodes have left, the round is abandoned if none returns in time
             self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
             self._take_answers(grid)
             if not self.met:
