@@ -30,6 +30,7 @@ from fedsub_app.federation.protocol import Spec, Task, specs
 from fedsub_app.federation.roll import Node
 from fedsub_app.federation.wire import (
     HEADER,
+    INITIAL,
     NONCE,
     TENSORS,
     UNKNOWN_SETTINGS,
@@ -920,6 +921,41 @@ def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None
     assert phase.outbox.bytes_down == sum(sent)
     assert sum(phase.outbox.formula_of.values()) == 5 * 4
     assert sorted(phase.asked) == list(range(5))
+
+
+def test_a_node_that_may_have_lost_its_files_gets_the_initial_model_again(tmp_path: Path) -> None:
+    """With its key it has its old id; it was dropped from every later round, without ``initial.safetensors``."""
+    sent: list[bool] = []
+    lost: list[bool] = []
+
+    def run(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == MessageType.QUERY:
+            return app(message=message, context=context)
+        header, parts = unpack(message.content)
+        sent.append(any(INITIAL in config for config, _ in parts))
+        answer, client = (UNKNOWN_SETTINGS, []) if lost and lost.pop() else ({}, [({"client": 0}, {})])
+        return Message(pack(answer | {NONCE: header[NONCE]}, client), reply_to=message)
+
+    def asked(grid: LocalGrid) -> list[bool]:
+        sent.clear()
+        fed.meet(grid)
+        phase = ask(fed, [0])
+        assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0]
+        return sent
+
+    settings = resolve({"num-clients": 1, "node-timeout": 0.05})
+    header = {"run": "this", "state-dir": str(tmp_path)}
+    fed = Federation(settings, header, {"seed": 3}, initial={"w": torch.ones(1)})
+    grid = LocalGrid(run, {}, 1)  # type: ignore[arg-type]
+    assert asked(grid) == [True]
+    assert asked(grid) == [False]
+    node = grid.contexts.pop(2)
+    fed.meet(grid)
+    grid.contexts[2] = node
+    assert asked(grid) == [True]
+    lost.append(True)
+    assert asked(grid) == [False, True]
+    assert asked(grid) == [False]
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:

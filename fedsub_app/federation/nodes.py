@@ -91,7 +91,8 @@ class Federation:
 
         That and ``run_settings`` go with the roll call; later messages have the digest of the settings and of the code,
         and a node that lacks the settings asks for them. ``device``: ``"cuda"`` where the server computes on a GPU.
-        ``initial``: the initial global model where nodes cannot rebuild it; a node gets it until it has replied.
+        ``initial``: the initial global model where nodes cannot rebuild it; a node gets it until it has replied, and
+        again where it was away or has lost its files.
         """
         self.settings = settings
         self.run_settings = {"code": code_digest()} | {k: header[k] for k in ("state-dir",) if k in header}
@@ -100,7 +101,7 @@ class Federation:
             self.run_settings["settings"] = text = json.dumps(run_settings)
             self.header["digest"] = settings_digest(text)
         self.roll = Roll(settings, self.header | self.run_settings, device)
-        self.initial, self._have_initial = initial or {}, set[int]()
+        self.initial, self._have_initial = initial or {}, dict[int, Node]()  # nodes that have replied, by id
         self.late: set[str] = set()  # messages of earlier phases that were not waited for
 
     def sample(self, server_round: int) -> list[int]:
@@ -174,7 +175,8 @@ class Federation:
         header = self.header | extra | stamp
 
         def initial(node_id: int) -> Tensors:
-            return {} if node_id in self._have_initial else self.initial
+            node = self._have_initial.get(node_id)
+            return {} if node and node is self.nodes.get(node_id) else self.initial  # not one that has left since
 
         outbox = Outbox(header, queues, self.settings, task, expected, self.run_settings, initial, work, blocks)
         return Phase(outbox, dropped)
@@ -201,6 +203,7 @@ class Federation:
                     if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
                         phase.give_up(sent.dst_node_id)
                     if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
+                        self._have_initial.pop(sent.dst_node_id, None)
                         again.add(_push(grid, phase, phase.outbox.again(sent), flying))
                     else:
                         ready.append(reply)
@@ -295,7 +298,8 @@ class Federation:
             raise MachineFailed(printable(str(header.get("error"))))
         if header.get("error"):
             raise BadReply(f"node failed: {brief(str(header['error']))}")
-        self._have_initial.add(reply.metadata.src_node_id)
+        if node := self.nodes.get(reply.metadata.src_node_id):
+            self._have_initial[node.node_id] = node
         by_client: dict[int, Answer] = {}
         for part in parts:
             client = part.config.get("client")
