@@ -292,6 +292,32 @@ def test_a_silent_node_is_named_and_waited_for_no_longer_than_is_fair(
         assert len(fed.late) == 1
 
 
+def test_a_node_that_falls_silent_after_a_first_reply_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for until ``round-timeout``; the time of its next message counts from its last reply."""
+    now, answered = [0.0], list[str]()
+    monkeypatch.setattr(federation_nodes.time, "monotonic", lambda: now[0])
+
+    class Silent(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            sent = [number for number in message_ids if now[0] >= 20]
+            third = [number for number in sent if self._replies[number].metadata.src_node_id == 3]
+            first = third[: not answered]
+            answered.extend(first)
+            return super().pull_messages([number for number in sent if number in first or number not in third])
+
+        def wait(self, seconds: float) -> None:
+            now[0] += 5
+
+    fed = federation(num_clients=6, placement="pinned", message_clients=1, round_timeout=9000.0)
+    fed.roll.nodes = nodes(2, False)
+    phase = ask(fed, range(6))
+    grid = Silent(answering, {}, 2)  # type: ignore[arg-type]
+    assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0, 1, 2, 4]
+    assert [drop.client for drop in phase.dropped] == [3, 5]
+    assert all(drop.reason.startswith("no reply within 120 s, 10 times") for drop in phase.dropped)
+    assert 140 <= now[0] <= 150
+
+
 # --- what was done is on record ---------------------------------------------------------------------------------------
 
 

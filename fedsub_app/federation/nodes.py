@@ -35,7 +35,8 @@ SILENT_S = 30.0  # after which the log names the nodes that a phase waits for
 # A real node is waited for this many times the median time that a message took the others, and at least FAIR_S.
 FAIR, FAIR_S = 10, 120.0
 MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
-Flying = dict[str, tuple[Metadata, float]]  # message id -> a message that is not answered yet, when it was sent
+# Message id -> a message that is not answered yet, the time when it was sent or its node answered the one before.
+Flying = dict[str, tuple[Metadata, float]]
 Answer = tuple[int, Part, Mapping[str, Spec]]  # a client, its part of a reply, the tensors that it was asked for
 
 
@@ -199,7 +200,11 @@ class Federation:
                     sent, since = flying.pop(reply.metadata.reply_to_message_id, (None, 0.0))
                     if sent is None:
                         continue
-                    took.setdefault(sent.dst_node_id, []).append(time.monotonic() - since)
+                    now = time.monotonic()
+                    took.setdefault(sent.dst_node_id, []).append(now - since)
+                    for number, (other, _) in flying.items():
+                        if other.dst_node_id == sent.dst_node_id:
+                            flying[number] = (other, now)  # the node begins with it now
                     if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
                         phase.give_up(sent.dst_node_id)
                     if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
@@ -231,7 +236,7 @@ class Federation:
         times = [median(each) for each in took.values()]
         fair = max(FAIR_S, FAIR * median(times)) if times else math.inf
         for message_id, (sent, since) in list(flying.items()):
-            if now - since > fair and sent.dst_node_id not in took:
+            if now - since > fair:
                 reason = f"no reply within {fair:.0f} s, {FAIR} times as long as the other nodes took"
                 phase.drop(phase.clients_of_message(message_id), reason)
                 phase.give_up(sent.dst_node_id, reason)
