@@ -150,6 +150,17 @@ def test_the_unit_starts_the_same_node(keys: Path, tmp_path: Path, monkeypatch: 
         assert "fedsub-node" not in verified.stderr.replace(str(this.state), ""), verified.stderr
 
 
+def test_the_environments_data_are_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run names its server's folder, which counts for a node without one; and a unit has another environment."""
+    read: list[module.Node] = []
+    monkeypatch.setattr(module.Node, "check", lambda self: None)
+    monkeypatch.setattr(module, "run", lambda node: read.append(node) or 0)
+    monkeypatch.setenv("FEDSUB_DATA", str(tmp_path))
+    options = ["--superlink", "a:1", "--partition", "0", "--partitions", "1", "--insecure"]
+    assert main(["federation", "node", *options]) == 0
+    assert f'data-dir="{tmp_path}"' in read[0].command[-1]
+
+
 @pytest.mark.run
 def test_a_user_presents_the_certificate_of_the_connection(
     superlink: str, keys: Path, asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

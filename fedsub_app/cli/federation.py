@@ -96,7 +96,15 @@ def node(
     partitions: Annotated[int, Option(metavar="N", min=1, max=MAX_NODES, help="number of nodes in all")],
     key: Annotated[Path | None, Option(metavar="FILE", help="the node's private key")] = None,
     ca: Annotated[Path | None, Option(metavar="FILE", help="the federation's ca.crt")] = None,
-    data: Annotated[Path | None, Option(metavar="DIR", help="folder of data sets (default: $FEDSUB_DATA)")] = None,
+    data: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            envvar="FEDSUB_DATA",  # else the run's data-dir, a path of the server, would hide it
+            show_envvar=False,
+            help="folder of data sets (default: $FEDSUB_DATA)",
+        ),
+    ] = None,
     private_data: Annotated[
         Path | None, Option(metavar="PATH", help="the node's own data: an .npz file, image folder or table")
     ] = None,
