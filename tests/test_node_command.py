@@ -150,6 +150,16 @@ def test_the_unit_starts_the_same_node(keys: Path, tmp_path: Path, monkeypatch: 
         assert "fedsub-node" not in verified.stderr.replace(str(this.state), ""), verified.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user installs no unit for a third one")
+def test_a_unit_whose_user_cannot_read_a_file_is_not_written(keys: Path, tmp_path: Path) -> None:
+    """Root, who installs it, reads all; systemd would start it again and again."""
+    unit = tmp_path / "fedsub-node.service"
+    with pytest.raises(module.UserError, match=r"^--key .*node-0: the unit's --user nobody cannot read it$"):
+        module.install(given("a:8443", keys, state=tmp_path / "state"), "nobody", unit)
+    assert not unit.exists()
+    assert not (tmp_path / "state").exists()
+
+
 def test_the_environments_data_are_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run names its server's folder, which counts for a node without one; and a unit has another environment."""
     read: list[module.Node] = []

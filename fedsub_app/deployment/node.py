@@ -70,6 +70,12 @@ class Node:
         check_superlink(self.superlink, self.ca)
 
     @property
+    def files(self) -> dict[str, Path]:
+        """The files that it reads, by option."""
+        named = {"--key": self.key, "--ca": self.ca, "--data": self.data, "--private-data": self.private}
+        return {option: path for option, path in named.items() if path}
+
+    @property
     def command(self) -> list[str]:
         """The command of its SuperNode, which starts its own flwr-clientapp."""
         trust = [f"--root-certificates={self.ca}", f"--auth-supernode-private-key={self.key}"]
@@ -82,8 +88,7 @@ class Node:
 
     def unit(self, user: str) -> str:
         """Return a systemd unit that runs the node as a user, and starts it again whatever it ends with."""
-        named = {"--key": self.key, "--ca": self.ca, "--data": self.data, "--private-data": self.private}
-        paths = {option: path for option, path in named.items() if path} | {"--state": self.state}
+        paths = self.files | {"--state": self.state}
         for option, path in paths.items():
             if re.search(r"[\s\"'\\%$]", str(path)):
                 raise UserError(f"{option} {path}: a unit takes no spaces, quotes, % and $")
@@ -141,6 +146,11 @@ def install(node: Node, user: str, path: Path) -> str:
         made = f"useradd --system --home-dir {node.state} --shell /usr/sbin/nologin {user}"
         raise UserError(f"--user {user}: no such user; `{made}` makes one") from None
     text = node.unit(user)
+    own = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": os.getgrouplist(user, account.pw_gid)}
+    read = node.files | {"python": Path(sys.executable)}
+    for option, file in read.items() if os.geteuid() == 0 else ():  # root reads all of it
+        if subprocess.run(["test", "-r", file], check=False, **own).returncode:  # type: ignore[call-overload]
+            raise UserError(f"{option} {file}: the unit's --user {user} cannot read it")
     node.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.chown(node.state, account.pw_uid, account.pw_gid)
