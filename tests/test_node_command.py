@@ -14,7 +14,7 @@ import pytest
 from federations import deployed, wait_for
 
 from fedsub_app.cli.main import main
-from fedsub_app.deployment import flower
+from fedsub_app.deployment import federation, flower
 from fedsub_app.deployment import node as module
 from fedsub_app.deployment.keys import make_keys
 from fedsub_app.deployment.processes import free_port
@@ -158,6 +158,21 @@ def test_a_unit_whose_user_cannot_read_a_file_is_not_written(keys: Path, tmp_pat
         module.install(given("a:8443", keys, state=tmp_path / "state"), "nobody", unit)
     assert not unit.exists()
     assert not (tmp_path / "state").exists()
+
+
+def test_a_node_that_starts_has_no_app_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower takes an app that a full disk has cut off for a whole one, in each run of the same code."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(federation, "start", lambda *_: 1)
+    monkeypatch.setattr(module.Node, "command", property(lambda _: ["true"]))
+    node = given("a:1", tmp_path, state=tmp_path / "own", port=free_port())
+    starting = federation.Starting(tmp_path, federation.Federation(processes={"node-0": federation.Process([])}))
+    cut = [tmp_path / "own" / f"flwr-{node.port}" / "apps/fedsub", tmp_path / "node-0/apps/fedsub"]
+    for app in cut:
+        app.mkdir(parents=True)
+    assert module.run(node) == 1
+    starting.start("node-0")
+    assert not any(app.exists() for app in cut)
 
 
 def test_the_environments_data_are_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

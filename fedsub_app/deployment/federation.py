@@ -6,6 +6,7 @@ process's log, and a folder for each process that holds its FLWR_HOME and, of a 
 
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -210,6 +211,8 @@ class Starting:
     def start(self, name: str) -> None:
         owner = self.folder / name.removesuffix(SUPEREXEC)
         owner.mkdir(mode=0o700, exist_ok=True)
+        if owner.name == name != SUPERLINK:  # whose app may still be ending a run
+            shutil.rmtree(owner / "apps", ignore_errors=True)  # Flower never completes one that a full disk has cut off
         folders = {"FLWR_HOME": str(owner), "FEDSUB_STATE": str(owner / "state")}
         if self.federation.data_dir:
             folders["FEDSUB_DATA"] = self.federation.data_dir

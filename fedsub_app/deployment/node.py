@@ -6,6 +6,7 @@ Flower's SuperNode starts a flwr-clientapp for every message; both belong to the
 import os
 import pwd
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -163,7 +164,9 @@ def run(node: Node) -> int:
     if processes.answers(node.port):
         raise UserError(f"--port {node.port}: another program listens there; each node of a machine needs its own")
     node.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folders = {"FLWR_HOME": str(node.state / "flwr"), "PYTHONUNBUFFERED": "1"}
+    home = node.state / f"flwr-{node.port}"  # of this node alone: Flower installs an app in place, and never again
+    shutil.rmtree(home, ignore_errors=True)  # where a full disk or a crash has left a part of it
+    folders = {"FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     variables = {"FEDSUB_CACHE": str(node.state / "cache")} | flower.full_environment() | folders
     code, ended = 0, False
     options: dict[str, Any] = {"stdout": -1, "stderr": -2, "text": True, "umask": 0o077, "start_new_session": True}
