@@ -200,6 +200,19 @@ def test_each_node_has_a_port_of_its_own(tmp_path: Path, monkeypatch) -> None:
     assert (found.port, sorted(found.node_ports)) == (7, [8, 9, 10])
 
 
+def test_the_status_of_a_federation_that_does_not_answer(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The SuperLink hangs, or another Flower home has its connection: the processes are listed nevertheless."""
+    from fedsub_app.cli.main import main
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setattr(federation, "running", lambda _: {"superlink": {7: 2048}})
+    write_json(tmp_path / STATE, {"nodes": 0, "processes": {"superlink": {"command": ["flower-superlink"], "pid": 7}}})
+    assert main(["federation", "status", "--dir", str(tmp_path)]) == 1
+    _, superlink, nodes = capsys.readouterr().out.splitlines()
+    assert superlink == "  superlink  process 7, 2 MiB"
+    assert nodes.startswith("nodes: flwr supernode: ")
+
+
 def test_a_node_with_a_new_key_is_registered_again(tmp_path: Path, monkeypatch) -> None:
     """The SuperLink knows the key that was lost; it would refuse the new one until ``up`` gives up."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))

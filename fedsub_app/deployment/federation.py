@@ -278,8 +278,10 @@ def status(folder: Path) -> tuple[bool, list[str]]:
         state = f"process {process.pid}, {sum(memory.values()) / 1024:.0f} MiB" if memory else "has ended"
         lines.append(f"  {name:<{width}}  {state}")
     complete = len(alive) == len(federation.processes)
+    try:
+        online = nodes_online(federation.name) if SUPERLINK in alive else {}
+    except UserError as error:  # it hangs, or this user's config.toml lacks the connection
+        return False, [*lines, f"nodes: {error}"]
     if SUPERLINK in alive:
-        online = nodes_online(federation.name)
-        complete = complete and len(online) >= federation.nodes
         lines.append(f"{len(online)} nodes are online: {' '.join(online)}")
-    return complete, lines
+    return complete and len(online) >= federation.nodes, lines
