@@ -414,6 +414,15 @@ def test_a_node_that_says_another_number_of_partitions_is_left_out(
         federation(node_timeout=0.05).meet(grid)
 
 
+@pytest.mark.parametrize("min_nodes", [0, 2])
+def test_nodes_that_disagree_on_the_number_of_partitions(min_nodes: int) -> None:
+    """Neither is the majority: with ``min-nodes`` the run began, and clients 2 and 5 of 6 were away in all rounds."""
+    grid = LocalGrid(app, {}, 2)
+    grid.contexts[2].node_config["num-partitions"] = 3
+    with pytest.raises(UserError, match=r"2 nodes there, missing: one num-partitions, node 2 says 3, node 3 says 2$"):
+        federation(node_timeout=0.05, min_nodes=min_nodes).meet(grid)
+
+
 def test_many_missing_nodes_are_one_short_line() -> None:
     grid = LocalGrid(app, {})
     grid.contexts[2].node_config["num-partitions"] = 50_000

@@ -91,6 +91,9 @@ class Roll:
             time.sleep(pause(self.settings.node_timeout + time.monotonic() - deadline))
 
     def _missing(self) -> str:
+        if len({node.num_partitions for node in self.nodes.values()}) > 1:  # as many nodes say one as another
+            said = [f"node {node_id} says {self.nodes[node_id].num_partitions}" for node_id in sorted(self.nodes)[:10]]
+            return f"one num-partitions, {', '.join(said)}"
         announced = max((node.num_partitions for node in self.nodes.values()), default=1)
         absent = sorted({*range(announced)} - {node.partition_id for node in self.nodes.values()})
         if self.settings.min_nodes:
