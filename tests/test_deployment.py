@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from federations import Deployed, deployed, ended, left, pairs, so_far, wait_for
+from filelock import FileLock
 from helpers import fedsub, free_port, rounds
 
 from fedsub_app.common.files import write_json
@@ -211,6 +212,19 @@ def test_the_status_of_a_federation_that_does_not_answer(tmp_path: Path, monkeyp
     _, superlink, nodes = capsys.readouterr().out.splitlines()
     assert superlink == "  superlink  process 7, 2 MiB"
     assert nodes.startswith("nodes: flwr supernode: ")
+
+
+@pytest.mark.parametrize("what", ["up", "down"])
+def test_one_command_at_a_time_starts_and_ends_a_federation(what: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two at once started each node twice, and the later ``down`` knew of one of them."""
+    from fedsub_app.cli.main import main
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    write_json(tmp_path / STATE, {"processes": {}})
+    with FileLock(tmp_path / ".lock"):
+        assert main(["federation", what, "--dir", str(tmp_path)]) == 2
+    said = f"error: {tmp_path}: another `fedsub federation up` or `down` is at work there\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_node_with_a_new_key_is_registered_again(tmp_path: Path, monkeypatch) -> None:

@@ -8,10 +8,13 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from fedsub_app.common.errors import UserError, printable
 from fedsub_app.common.files import read_json, write_json
@@ -71,11 +74,26 @@ def up(folder: Path, **changes: Any) -> Federation:
     :class:`UserError`: another one runs there, or something does not start; then all that was started is ended.
     """
     folder = folder.resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(folder):
+        return _up(folder, changes)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep others from starting and ending the federation of a folder; :class:`UserError` where one is doing so."""
+    try:
+        with FileLock(folder / ".lock", timeout=0, mode=0o600):
+            yield
+    except Timeout:
+        raise UserError(f"{folder}: another `fedsub federation up` or `down` is at work there") from None
+
+
+def _up(folder: Path, changes: Mapping[str, Any]) -> Federation:
     known = read(folder) if (folder / STATE).exists() else Federation()
     before = running(known.processes)
     given = {key: value for key, value in changes.items() if value is not None}
     federation = _configured(folder, known, bool(before), given)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys = None if federation.insecure else folder / "keys"
     made = make_keys(keys, [federation.host] if federation.host else [], federation.nodes) if keys else []
     for path in made:
@@ -256,7 +274,8 @@ def down(folder: Path) -> list[str]:
     folder = folder.resolve()
     federation = read(folder)
     nodes = {name: process for name, process in federation.processes.items() if not name.startswith(SUPERLINK)}
-    names = stop(nodes) + stop(federation.processes)  # nodes first, so that they say good-bye: their keys are free then
+    with _alone(folder):  # nodes first, so that they say good-bye: their keys are free then
+        names = stop(nodes) + stop(federation.processes)
     if flower.connections().get(federation.name, {}).get(flower.FOLDER_KEY) == str(folder):
         flower.connect(federation.name, {})
     return names
