@@ -123,8 +123,10 @@ class Narrow(WidthBased, Sliced):
         return super().distance(update, self.part(contribution, statistics=False))
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
-        statistics = super().distance(update, self.part(contribution, statistics=True))
-        return {**super().norms(update, contribution), "statistics": statistics}
+        norms = super().norms(update, contribution)
+        if self.robust:  # which bounds each tensor; with Scaler a narrow network's statistics are of another size
+            return norms
+        return {**norms, "statistics": super().distance(update, self.part(contribution, statistics=True))}
 
     def part(self, contribution: Contribution, statistics: bool) -> Contribution:
         """Return a contribution with its statistics only, or with its parameters only."""

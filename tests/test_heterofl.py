@@ -278,6 +278,13 @@ def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(more: di
     assert second["measurement"]["dropped"] == first["dropped"] == second["dropped"] == []
 
 
+def test_robust_refuses_no_client_for_the_statistics_of_a_narrow_network(run_local: Run) -> None:
+    """With Scaler they are of another size; no training reads them, and each tensor of them is bounded."""
+    keys = every("heterofl", widths="1, 0.25", **BATCH_NORM, partition="iid", eval_every=9)
+    _, folder = run_local(**keys | {"num_rounds": 4, "robust": "on"})
+    assert [line["dropped"] for line in read_rounds(folder)[1:]] == [[]] * 4
+
+
 def test_a_measurement_changes_no_training(run_local: Run) -> None:
     """Also where updates are clipped, by the change of what is trained."""
     models = []
