@@ -197,3 +197,13 @@ def test_an_emptied_run_directory_has_a_tracker_without_rounds(run_local: RunLoc
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_local("again", track="tensorboard", num_rounds=2, seed=1)
     assert [step for step, _ in from_tensorboard(folder)[2]["round"]] == [0, 1, 2]
+
+
+def test_a_torn_number_of_the_last_round_does_not_stop_a_resume(run_local: RunLocal, tmp_path: Path) -> None:
+    """A power cut may leave the file empty; the run could then no longer be resumed with its tracker."""
+    pytest.importorskip("tensorboard")
+    _, folder = run_local("torn", track="tensorboard", num_rounds=2)
+    (folder / ".tensorboard-told").write_bytes(b"")
+    keys = {"run-dir": str(folder), "resume": True, "num-rounds": 3}
+    run_experiment(LocalGrid(app, keys), settings_of(keys))
+    assert [step for step, _ in from_tensorboard(folder)[2]["round"]][-1] == 3

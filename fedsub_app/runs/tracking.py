@@ -37,8 +37,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._file = folder / ".tensorboard-told"
-        told = self._file.exists() and any(folder.glob("events.out.tfevents.*"))
-        self.last = int(self._file.read_text()) if told else -1
+        told = self._file.read_bytes() if self._file.exists() and any(folder.glob("events.out.tfevents.*")) else b""
+        self.last = int(told) if told.isdigit() else -1  # a power cut may have torn the file
         self._writer = SummaryWriter(str(folder))
         for summary in hparams(dict(settings), {}) if self.last < 0 else ():
             self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
