@@ -101,6 +101,20 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         read_checkpoint(other)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+def test_a_checkpoint_that_this_user_may_not_read_is_not_called_damaged() -> None:
+    """As after one resume with sudo; the message advised to delete the sound checkpoint."""
+    with TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        (path := Path(folder, "round-000001.safetensors")).touch(mode=0o600)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UserError, match=r"round-000001.safetensors: cannot be read \(Permission denied\)"):
+                read_checkpoint(path)
+        finally:
+            os.seteuid(0)
+
+
 def test_restore_returns_the_last_checkpoint_and_cuts_off_later_lines(tmp_path: Path) -> None:
     run = opened(tmp_path / "run", keep_checkpoints=2)
     try:

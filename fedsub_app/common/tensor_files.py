@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from fedsub_app.common.errors import one_line
+from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import CHECKSUM, write_atomic
 from fedsub_app.common.tensors import Tensors, brought
 
@@ -51,11 +51,16 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and texts that :func:`write_tensors` wrote; ValueError, one line: damaged, or no checksum."""
+    """Return the tensors and texts that :func:`write_tensors` wrote; ValueError, one line: damaged, or no checksum.
+
+    UserError: another user's file, which this one may not read.
+    """
     try:
-        with safe_open(path, "pt") as file:
+        with path.open("rb"), safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             texts = file.metadata() or {}
+    except PermissionError as error:  # which safetensors takes for a missing file
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(one_line(error)) from None
     checksum = texts.pop(CHECKSUM, "")
