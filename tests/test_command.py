@@ -1,5 +1,6 @@
 """The command's words: overrides without ``-s``, suggestions, help, copies; what answers without torch."""
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -85,6 +86,27 @@ def test_a_process_ends_with_its_code_after_its_threads_and_exit_functions() -> 
         command = [sys.executable, "-c", program, *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout.split()[-2:]) == (code, ["thread", "last"]), done.stderr
+
+
+def test_more_ctrl_c_hide_neither_how_the_run_goes_on_nor_show_a_traceback() -> None:
+    """The second one comes while a run closes, the third one while Python ends."""
+    program = """
+import atexit, os, signal
+from types import SimpleNamespace
+from fedsub_app.cli import main as cli
+
+def stopped(*_):
+    try:
+        raise KeyboardInterrupt("`fedsub run --resume A` goes on")
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+
+cli.get_command = lambda _: SimpleNamespace(make_context=stopped)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+cli.process()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "stopped: `fedsub run --resume A` goes on\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import platform
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt as stop:
+        while not stop.args and isinstance(stop.__context__, KeyboardInterrupt):  # the first Ctrl-C says what goes on
+            stop = stop.__context__
         print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
         return 130
 
@@ -105,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def process() -> None:
     """Run :func:`main` as a process, and end it: Python would take all of torch apart first, for 0.6 s."""
     code = main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends it without a traceback
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with suppress(OSError):  # main has said it
