@@ -31,6 +31,7 @@ from fedsub_app.reports.export import csv_text
 from fedsub_app.runs.audit import append, verify
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.node import settings_from
+from fedsub_app.runs.recorded import RunFailed
 
 # --- who reads what ---------------------------------------------------------------------------------------------------
 
@@ -338,6 +339,16 @@ def test_a_run_on_real_nodes_is_audited_and_robust(
     assert lines[0]["nodes"] == [2]
     assert lines[0]["code"] == code_digest()
     assert modes(path) == {0o600}
+
+
+def test_an_audit_log_that_cannot_be_written_is_one_line(
+    run_local: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user's run has made it; the run ended with a traceback."""
+    monkeypatch.setattr(federation_nodes.Federation, "simulated", property(lambda self: False))
+    (tmp_path / "runs/audit.jsonl").mkdir(parents=True)
+    with pytest.raises(RunFailed, match=r"audit.jsonl: cannot be written \(Is a directory\); when it can, .* goes on"):
+        run_local("one", num_rounds=1)
 
 
 def test_an_id_without_an_account_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import CPU, Json, Tensors
 from fedsub_app.models import check_base
+from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
@@ -82,6 +83,11 @@ class Run:
         """Write the file ``name`` of the run, atomically."""
         with self._writing(name) as path:
             write_json(path, content)
+
+    def audit(self, log: Path, event: str, **about: object) -> None:
+        """Append a line of this run to the audit log."""
+        with self._writing(str(log)):
+            append(log, event, run=self.run_id, **about)
 
     def log_round(self, line: Json) -> None:
         """Append a round's line and wait until it is on disk."""

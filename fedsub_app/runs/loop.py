@@ -22,7 +22,6 @@ from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.models import Network, base_bytes, base_digest, fresh_names
 from fedsub_app.runs import console
-from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run
 from fedsub_app.runs.evaluation import GlobalTest
@@ -176,7 +175,7 @@ def run_rounds(grid: Grid, strategy: SubnetStrategy, run: Run, global_test: Meas
     elif global_test:
         run.log_round({"round": 0, "status": "ok", **global_test(arrays)})
     strategy.federation.meet(grid)  # not part of the first round's seconds: Ray takes some to start
-    real = partial(append, runs_folder() / "audit.jsonl", run=run.run_id)
+    real = partial(run.audit, runs_folder().absolute() / "audit.jsonl")
     audited: Callable[..., None] = (lambda event, **about: None) if strategy.federation.simulated else real
     nodes = sorted(strategy.federation.nodes)
     audited("run begins", code=code_digest(), settings=settings.digest(), nodes=nodes, round=last + 1)
