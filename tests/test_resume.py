@@ -204,6 +204,19 @@ def test_a_key_that_says_the_same_is_not(killed: Path, uninterrupted: Callable[.
     assert result(folder) == result(uninterrupted("fedpews"))
 
 
+@pytest.mark.parametrize("inside", ["resume = true", "resume = false"])
+def test_an_experiment_does_not_resume_a_run(inside: str, killed: Path, tmp_path: Path) -> None:
+    """The run went on with the experiment's keys, and settings.json kept its own."""
+    (tmp_path / "my.toml").write_text(f"lr = 0.5\nrun-dir = '{killed}'\n{inside}\n")
+    given = () if inside.endswith("true") else ("-s", "resume=true")
+    before = tree(killed)
+    refused = fedsub(tmp_path / "scratch", "run", str(tmp_path / "my.toml"), *given)
+    assert refused.code == 2
+    said = f"not with resume or run-dir in an experiment; `fedsub run --resume {killed}` continues the run"
+    assert refused.err == f"error: resume = true: {said}\n"
+    assert tree(killed) == before
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused = fedsub(tmp_path, "run", "--resume", str(tmp_path / "empty"))

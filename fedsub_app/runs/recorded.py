@@ -38,7 +38,11 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
     The keys of ``EXTENDED`` may allow more.
     """
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
-        return resolve(overrides)
+        settings = resolve(overrides)
+        if settings.resume:  # the run may have other keys than the experiment that says so
+            how = resume_command(Path(str(settings.run_dir)))
+            raise UserError(f"resume = true: not with resume or run-dir in an experiment; `{how}` continues the run")
+        return settings
     folder = Path(str(overrides["run-dir"])).expanduser()
     content = read_recorded(folder)
     recorded = content["settings"]
