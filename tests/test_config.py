@@ -288,6 +288,7 @@ def test_pairs() -> None:
         ({"round-timeout": 1e300}, "round-timeout = 1e+300: must be less than or equal to 1000000"),
         ({"run-dir": "a\0b"}, r"run-dir = 'a\x00b': must be printable text"),
         ({"data-dir": "\udcff"}, r"data-dir = '\udcff': must be printable text"),
+        ({"start-from": "~nobody-here/a"}, "start-from = '~nobody-here/a': '~' is the home of no user here"),
         ({"method": ["fedavg"]}, "method = ['fedavg']: must be one text, number, true or false"),
         ({"dataset": ""}, "dataset = '': must be the name of a data set, or names joined by +"),
         ({"resume": "yes"}, "resume = 'yes': must be true or false"),

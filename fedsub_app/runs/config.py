@@ -175,6 +175,8 @@ def _check_values(values: Mapping[str, Value]) -> None:
             raise UserError(f"{key} = {shown(value)}: must be one text, number, true or false")
         if isinstance(value, str) and not value.isprintable():
             raise UserError(f"{key} = {shown(value)}: must be printable text")
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            raise UserError(f"{key} = {shown(value)}: '~' is the home of no user here")
 
 
 def _check_method(method: object) -> None:

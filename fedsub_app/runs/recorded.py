@@ -43,7 +43,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
             how = resume_command(Path(str(settings.run_dir)))
             raise UserError(f"resume = true: not with resume or run-dir in an experiment; `{how}` continues the run")
         return settings
-    folder = Path(str(overrides["run-dir"])).expanduser()
+    folder = Path(os.path.expanduser(str(overrides["run-dir"])))
     content = read_recorded(folder)
     recorded = content["settings"]
     longer: dict[str, Value] = {}
