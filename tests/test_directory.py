@@ -52,6 +52,12 @@ def test_without_a_value_the_runs_are_in_runs(monkeypatch: pytest.MonkeyPatch) -
     assert (runs_folder(), federation._folder(None)) == (Path("runs"), Path("runs/federation"))
 
 
+def test_the_folder_of_runs_may_be_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of variables keeps the "~", as a quoted value does; the runs were in a folder of that name."""
+    monkeypatch.setenv("FEDSUB_RUNS", "~/runs")
+    assert runs_folder() == Path.home() / "runs"
+
+
 def test_a_closed_run_is_open_to_another(tmp_path: Path) -> None:
     """While the object that held it is still there."""
     first = opened(tmp_path)

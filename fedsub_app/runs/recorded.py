@@ -104,7 +104,7 @@ def own_code(keys: Mapping[str, Value]) -> dict[str, str]:
 
 def runs_folder() -> Path:
     """Return the folder of all runs: $FEDSUB_RUNS (``make setup``: the checkout's runs/), else ./runs."""
-    return Path(os.environ.get("FEDSUB_RUNS") or "runs")
+    return Path(os.path.expanduser(os.environ.get("FEDSUB_RUNS") or "runs"))
 
 
 def new_folder(settings: Settings) -> Path:
