@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,34 @@ def test_used_up_memory_ends_the_run_which_goes_on_with_less(
     assert result(folder) == result(whole)
 
 
+@pytest.mark.parametrize("what", ["write_tensors", "files.flush"])
+def test_a_disk_that_is_full_for_a_clients_state_ends_the_run(
+    what: str, run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round counted without the clients whose state had no room."""
+    keys = {"method": "ditto", "num_clients": 3, "checkpoint_every": 2}
+    _, whole = run_local("whole", **keys)
+    real, calls = resolve_name(f"fedsub_app.training.client_state.{what}"), iter(range(9))
+
+    def full(*of: Any, **how: Any) -> None:
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*of, **how)
+
+    monkeypatch.setattr(f"fedsub_app.training.client_state.{what}", full)
+    with pytest.raises(RunFailed, match=r"OSError: \[Errno 28\] No space left on device; `.*--resume .*` goes on$"):
+        run_local("run", **keys)
+    monkeypatch.undo()
+    _, folder = run_local("run", resume=True, **keys)
+    assert result(folder) == result(whole)
+
+
 @pytest.mark.parametrize("where", ["this process", "a worker"])
 @pytest.mark.parametrize(
     ("number", "what", "said"),
     [
         (errno.EMFILE, "_send", r"worker processes: OSError: \[Errno 24\] Too many open files;"),
-        (errno.ENOSPC, "_send", r"worker processes: OSError: \[Errno 28\] No space left on device;"),
+        (errno.ENOSPC, "_send", r"OSError: \[Errno 28\] No space left on device;"),
         (errno.ENOMEM, "_send", "out of memory: OSError: .*; fewer --workers or message-clients take less, "),
         (errno.EMFILE, "_receive", r"worker processes: OSError: \[Errno 24\] Too many open files;"),
     ],

@@ -1,4 +1,4 @@
-"""Failures of the machine, not of a client: memory that is used up, a GPU that is lost."""
+"""Failures of the machine, not of a client: memory that is used up, a full disk, a GPU that is lost."""
 
 import errno
 
@@ -18,6 +18,8 @@ def machine_failure(error: BaseException) -> str:
     """Return in one line how the machine has failed, or "" if the exception has another cause."""
     if isinstance(error, MachineFailed):
         return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return one_line(error)
     no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
     no_memory |= isinstance(error, RuntimeError) and any(words in str(error) for words in USED_UP)
     if no_memory or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
