@@ -685,6 +685,9 @@ def test_a_data_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FEDSUB_DATA", str(tmp_path / "passwd"))
     with pytest.raises(UserError, match=r"^\$FEDSUB_DATA = '.*/passwd': not a folder$"):
         load("mnist")
+    monkeypatch.setenv("FEDSUB_DATA", "~nobody-here/a")
+    with pytest.raises(UserError, match=r"^\$FEDSUB_DATA = '~nobody-here/a': '~' is the home of no user here$"):
+        load("mnist")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

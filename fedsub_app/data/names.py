@@ -92,9 +92,10 @@ def parts_of(dataset: str, data: Path) -> list[str]:
 def data_folder(setting: str | None) -> Path:
     """Return the setting, else ``$FEDSUB_DATA``, else ``data`` in the user's cache folder (``~/.cache/fedsub``)."""
     variable = os.environ.get("FEDSUB_DATA")
-    folder = Path(setting or variable or user_cache_path("fedsub") / "data").expanduser()
+    folder = Path(setting or variable or user_cache_path("fedsub") / "data")
     said = f"{'$FEDSUB_DATA' if variable and not setting else 'data-dir'} = {str(folder)!r}:"
     try:
+        folder = folder.expanduser()
         folder.stat()  # raises an error that is_dir would hide
         if not folder.is_dir():
             raise UserError(f"{said} not a folder")
@@ -102,6 +103,8 @@ def data_folder(setting: str | None) -> Path:
         pass
     except OSError as error:
         raise UserError(f"{said} {error.strerror}") from None
+    except RuntimeError:
+        raise UserError(f"{said} '~' is the home of no user here") from None
     return folder
 
 
