@@ -97,6 +97,7 @@ def test_an_experiment_lies_on_top_of_what_it_extends(conf: Path) -> None:
     ("text", "line"),
     [
         ('extends = "b"', "conf/paper/b.toml: extends = 'paper/a': a circle (paper/a -> paper/b -> paper/a)"),
+        ('experiment = "b"', "conf/paper/a.toml: experiment = 'b': the key is extends here"),
         ('extends = "a"', "conf/paper/a.toml: extends = 'paper/a': a circle (paper/a -> paper/a)"),
         ('extends = "bb"', "conf/paper/a.toml: extends = 'paper/bb': no conf/paper/bb.toml; did you mean paper/b?"),
         ("extends = 3", "conf/paper/a.toml: extends = 3: must be the name of an experiment"),

@@ -156,6 +156,8 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
     keys = flatten(read_toml(path))
     base = keys.pop("extends", None)
     check(keys, f" in {conf_name(path)}")
+    if "experiment" in keys:
+        raise UserError(f"{conf_name(path)}: experiment = {shown(keys['experiment'])}: the key is extends here")
     if base is None:
         return keys
     if not isinstance(base, str) or not base:
