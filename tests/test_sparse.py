@@ -18,12 +18,15 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.protocol import BadReply, Update
+from fedsub_app.models import tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import gather, scatter
+from fedsub_app.subnets.pruning import prunable
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
 from strategies.bounding import parts
 from strategies.feddst import FedDST
+from strategies.fedpm import signed_constants
 from strategies.sparse import MASK
 
 Run = Callable[..., tuple[Json, Path]]
@@ -321,3 +324,10 @@ def test_a_network_without_weights_is_refused() -> None:
     settings = client(0, 1, {}).place.settings
     with pytest.raises(UserError, match=r"^model = 'feature-mlp': has no convolution or linear layer for feddst$"):
         FedDST(settings, nn.BatchNorm1d(3))
+
+
+def test_a_frozen_layer_keeps_its_weights() -> None:
+    """And its biases: the random network of FedPM would replace them."""
+    model = nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.ReLU(), nn.Linear(3, 2))
+    assert prunable(model, "unstructured").weights == ("2.weight",)
+    assert signed_constants(model, tensors_of(model)).keys() == {"2.weight", "2.bias"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import UnitGroup, tensors_of, unit_groups
+from fedsub_app.models import UnitGroup, tensors_of, trainable, unit_groups
 from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import put, take
 
@@ -81,7 +81,7 @@ class Prunable:
 def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     """Return the parts of a network that can be pruned.
 
-    Unstructured: the weights of all convolutions and linear layers. Structured: the units of each layer that has a
+    Unstructured: the trained weights of convolutions and linear layers. Structured: the units of each layer that has a
     BatchNorm with scaling factors behind it; where there are several, as in a residual stream, the last one counts.
     Hybrid: these units, and the weights of the linear layers. ValueError: no layer has such a BatchNorm; TypeError: the
     structure holds a layer whose units are not known.
@@ -90,7 +90,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
     layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     names = (f"{name}.weight".removeprefix(".") for name in layers)  # the network may be one layer
-    weights = tuple(name for name in names if name in shapes)
+    trained = trainable(model)
+    weights = tuple(name for name in names if name in trained)
     norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     every = () if pruning == "unstructured" else unit_groups(model)
     scales = {group.name: row for group in every for row in group.rows if row in norms}
