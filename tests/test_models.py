@@ -21,6 +21,7 @@ from fedsub_app.models import (
     unit_groups,
 )
 from fedsub_app.models.networks import MaxPool
+from fedsub_app.training.problem import built
 
 # name, input, classes, parameters as the papers or their code have them
 PAPERS = [
@@ -215,6 +216,40 @@ def test_unknown_structure_is_refused_not_guessed():
         unit_groups(nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 2)))
     with pytest.raises(TypeError, match="Bilinear"):
         unit_groups(nn.Bilinear(1, 1, 1))
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        h = self[0](x)
+        return self[2](h + torch.relu(self[1](h)))
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+class BasicBlock(nn.Module):
+    """As in pre-activation ResNets: its first BatchNorm is of the residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn1, self.conv1, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        return x[..., 2:-2, 2:-2] + self.conv2(self.conv1(torch.relu(self.bn1(x))))
+
+
+def test_units_of_ones_own_forward_are_refused_not_guessed():
+    """In :func:`built` such networks are traced."""
+    layers = [nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)]
+    with pytest.raises(TypeError, match="units of a Residual are found with the shape"):
+        unit_groups(Residual(*layers))
+    with pytest.raises(TypeError, match="layer 2: no units are known for a Centred"):
+        unit_groups(nn.Sequential(layers[0], nn.ReLU(), Centred(3, 2)))
+    with pytest.raises(TypeError, match="units of a BasicBlock are found with the shape"):
+        unit_groups(BasicBlock())
+    assert [group.name for group in unit_groups(built(lambda: Residual(*layers), (4,))(0))] == ["0"]
 
 
 @pytest.mark.parametrize(("name", "in_shape", "classes", "_"), PAPERS)

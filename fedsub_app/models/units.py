@@ -31,6 +31,11 @@ def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}".removeprefix(".") for name in tensors_of(module))
 
 
+def _known(module: nn.Module) -> bool:
+    """Say whether a module's forward is that of a library, and no code of the user's."""
+    return type(module).forward.__module__.partition(".")[0] in ("torch", "torchvision", "fedsub_app")
+
+
 def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
     """Return the hidden layers' units, from the input to the output; the output layer's units belong to no group.
 
@@ -49,9 +54,9 @@ def unit_groups(model: nn.Module) -> tuple[UnitGroup, ...]:
         return _traced[model]
     if base_names(model):
         raise TypeError("a part of its units is frozen")
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and _known(model):
         return _sequential_groups(model)
-    blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock"]
+    blocks = [(name, m) for name, m in model.named_modules() if type(m).__name__ == "BasicBlock" and _known(m)]
     if not blocks:
         raise TypeError(f"units of a {type(model).__name__} are found with the shape of a sample only, in_shape=")
     groups = []
@@ -72,6 +77,8 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
     rows: tuple[str, ...] = ()
     flat = False  # whether all that a sample has is behind a flatten
     for child_name, child in model.named_children():
+        if not _known(child):
+            raise TypeError(f"layer {child_name}: no units are known for a {type(child).__name__}")
         if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
             if is_parametrized(child):
                 raise TypeError(f"layer {child_name}: {COMPUTED}")
