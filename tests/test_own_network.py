@@ -437,6 +437,16 @@ def test_units_that_read_their_neighbours_or_the_first_one_are_none(between: nn.
     assert [group.name for group in unit_groups(adopted(nn.Sequential(*layers), (1, 4, 4)))] == ["2"]
 
 
+class Unit(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight / self.weight.norm(dim=1, keepdim=True)).T
+
+
+def test_units_whose_rows_of_zeros_are_no_numbers_are_none() -> None:
+    layers = Unit(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+    assert [group.name for group in unit_groups(adopted(nn.Sequential(*layers), (4,)))] == ["2"]
+
+
 class Auxiliary(nn.Module):
     """A second head that runs in training alone, as GoogLeNet's."""
 

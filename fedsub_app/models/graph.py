@@ -253,6 +253,6 @@ def _fault(model: nn.Module, x: Batch, groups: Sequence[UnitGroup]) -> str:
         except Exception as error:  # the network's own code knows its width, or torch has no layer of it
             return f"a narrower network does not run: {one_line(error)[:100]}"
         effects.append(float((whole - expected).abs().max()))  # 0 of one unit that a ReLU cuts off in all of x
-        if difference > EQUAL * (effects[-1] or float(whole.abs().max())):
+        if not difference <= EQUAL * (effects[-1] or float(whole.abs().max())):  # or not a number
             return "a removed unit is not a unit of zeros"
     return "" if any(effects) else "its units have no effect"
