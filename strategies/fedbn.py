@@ -6,18 +6,15 @@ layers are averaged as in FedAvg. Checked against the authors' code (https://git
 federated/fed_digits.py, ``communication``): tensors with "bn" in their name, statistics among them, are neither
 averaged nor replaced.
 
-Deviations: the other normalisation layers (GroupNorm, LayerNorm, InstanceNorm) stay with the client as well; the paper
-has BatchNorm alone. The normalisation layers of the global model keep their initial values, so ``personal`` is the
-accuracy of the method. A network without such layers is trained as with FedAvg of the same
-``weighting`` (``auto``: uniform here, by samples there), bit for bit.
+Deviations: the other normalisation layers (GroupNorm, LayerNorm, RMSNorm, InstanceNorm) stay with the client as well;
+the paper has BatchNorm alone. The normalisation layers of the global model keep their initial values, so ``personal``
+is the accuracy of the method. A network without such layers is trained as with FedAvg of the same ``weighting``
+(``auto``: uniform here, by samples there), bit for bit.
 """
 
-from torch import nn
-
 from fedsub_app.models import tensors_of
+from fedsub_app.models.units import NORMS
 from strategies.parts import SharedPart
-
-NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)  # _NormBase: BatchNorm, InstanceNorm
 
 
 class FedBN(SharedPart):
@@ -30,5 +27,5 @@ class FedBN(SharedPart):
             self.warning = f"model = {self.settings.model!r} has no normalisation layer{frozen}: fedbn is FedAvg"
 
     def personal_names(self) -> set[str]:
-        layers = [(path, layer) for path, layer in self.model.named_modules() if isinstance(layer, NORMALISATIONS)]
+        layers = [(path, layer) for path, layer in self.model.named_modules() if isinstance(layer, NORMS)]
         return {f"{path}.{name}" for path, layer in layers for name in tensors_of(layer)}

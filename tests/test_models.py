@@ -1,5 +1,6 @@
 """Networks, their tensors and their structure."""
 
+from types import SimpleNamespace
 from urllib.error import URLError
 
 import pytest
@@ -22,6 +23,7 @@ from fedsub_app.models import (
 )
 from fedsub_app.models.networks import MaxPool
 from fedsub_app.training.problem import built
+from strategies.fedbn import FedBN
 
 # name, input, classes, parameters as the papers or their code have them
 PAPERS = [
@@ -273,6 +275,16 @@ def test_layers_of_a_resnet_keep_batch_norm_with_its_convolution():
     assert len(layers) == 21  # stem, 16 convolutions, 3 shortcuts, head
     assert layers[0] == ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
     assert layers[-1] == ("fc.weight", "fc.bias")
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm3d(5), nn.InstanceNorm2d(5, affine=True), nn.RMSNorm(5), nn.GroupNorm(1, 5)]
+)
+def test_every_normalisation_is_in_its_layers_group(norm):
+    """And stays with FedBN's clients."""
+    model = nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 2))
+    assert [{name[0] for name in names} for names in layer_groups(model)] == [{"0", "1"}, {"2"}]
+    assert {name[0] for name in FedBN.personal_names(SimpleNamespace(model=model))} == {"1"}
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if not name.startswith("resnet")])

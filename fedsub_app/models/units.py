@@ -19,7 +19,7 @@ from fedsub_app.models.sources import base_names, in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
-_NORMS = (*_BATCH_NORM, nn.GroupNorm, nn.LayerNorm)
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: BatchNorm, InstanceNorm
 # Layers that act on each unit alone: a unit that is zero before them affects no other unit behind them.
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 _UNIT_WISE = (nn.ReLU, nn.Dropout, nn.Dropout2d, *_POOLS, nn.Flatten, nn.Identity)
@@ -123,7 +123,7 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if name not in adapted and any(True for _ in module.children()):
             first = names
         elif name in owned:
-            if isinstance(module, _NORMS) and groups:
+            if isinstance(module, NORMS) and groups:
                 groups[-1] += names
             else:
                 groups.append(names)
