@@ -425,6 +425,26 @@ def test_units_behind_a_split_leave_others_alone() -> None:
     assert [group.name for group in unit_groups(adopted(Shuffled(), (4,)))] == ["second"]
 
 
+class Rotary(nn.Module):
+    """A layer between rotary embeddings, as the heads of Llama's attention are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = self.values(x)
+        for _ in range(2):
+            values = 0.8 * values + 0.6 * torch.cat([-values[..., 4:], values[..., :4]], -1)
+        return self.head(self.second(values).relu())
+
+
+@pytest.mark.timeout(60)
+def test_units_of_rotary_embeddings_are_not_followed() -> None:
+    """torch-pruning would not come to an end."""
+    assert [group.name for group in unit_groups(adopted(Rotary(), (4,)))] == ["second"]
+
+
 class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x[:, :1].sigmoid()

@@ -112,11 +112,15 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
 def _inseparable(kinds: Any, start: Any, pruner: Any, names: Mapping[nn.Module, str]) -> str:
     """Return a layer that is coupled to a node and cannot lose single channels, with the reason; "" for none.
 
-    Positions are not followed: in a network with windows of attention torch-pruning multiplies them without end.
+    Positions are not followed: in a network with windows of attention, or with rotary embeddings, torch-pruning
+    multiplies them without end.
     """
-    reached, to_follow = {(start, pruner)}, [(start, pruner)]
+    reached, to_follow, met = {(start, pruner)}, [(start, pruner)], set()
     while to_follow:
         node, pruned = to_follow.pop()
+        met.add(node.type)
+        if kinds.CONCAT in met and met & {kinds.SPLIT, kinds.SLICE}:
+            return "its units are split and joined again"
         if node.type in (kinds.LN, kinds.MHA, kinds.LSTM):
             return f"{names[node.module]}, a {type(node.module).__name__}, computes with all units at once"
         if node.type == kinds.CONV and (node.module.transposed or node.module.groups > 1):
