@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from fedsub_app.common.errors import UserError
 from fedsub_app.models import (
     Network,
+    adopted,
     build_model,
+    check_float32,
     head_names,
     layer_groups,
     load_tensors,
@@ -108,6 +110,38 @@ def test_tensors_are_the_models_own_without_integers():
     assert list(named) == [name for name in model.state_dict() if not name.endswith("num_batches_tracked")]
     assert named["conv1.weight"] is model.conv1.weight
     assert named["bn1.running_mean"] is model.bn1.running_mean
+
+
+def test_extra_state_is_no_tensor():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(3) if self.bias is None else {"version": 1}
+
+    model = nn.Sequential(Extra(2, 2), Extra(2, 2, bias=False))
+    assert list(tensors_of(model)) == ["0.weight", "0.bias", "1.weight"]
+
+
+def overlapping():
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(1, 1).expand(4, 1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.LazyLinear(2)), "'0.weight' has no values yet; a factory of lazy layers must run them once"),
+        (overlapping(), "'scale' has one value at several positions, as from expand; must be cloned"),
+    ],
+)
+def test_tensors_that_no_values_can_be_copied_into(model, said):
+    with pytest.raises(UserError, match=f"^model = 'own': {said}$"):
+        check_float32(tensors_of(model), "model = 'own'")
+
+
+def test_a_compiled_script_is_refused():
+    with pytest.raises(UserError, match=r"^model = Linear: is compiled by torch\.jit; allowed is the plain network$"):
+        adopted(torch.jit.script(nn.Linear(2, 2)), (2,))
 
 
 def test_feature_mlp_has_no_running_statistics():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedsub_app.common.errors import UserError, explained
 from fedsub_app.common.inputs import Shape
@@ -211,19 +212,31 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     ``{name: t.detach().clone() for ...}`` is a snapshot. Integer buffers are left out, ``num_batches_tracked`` among
     them, which BatchNorm with a fixed momentum does not use. A tensor of two names (tied weights) has its first one.
     """
-    every, without = model.state_dict(keep_vars=True), ties(model).keys() | base_names(model)
+    every, without = _state(model), ties(model).keys() | base_names(model)
     return {name: tensor for name, tensor in every.items() if tensor.is_floating_point() and name not in without}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers by name, without what ``get_extra_state`` and quantisation add."""
+    every: dict[str, Any] = model.state_dict(keep_vars=True)
+    return {n: t for n, t in every.items() if isinstance(t, Tensor) and not n.endswith("_extra_state")}
 
 
 def ties(model: nn.Module) -> dict[str, str]:
     """Return the further names of the model's tensors (tied weights, layers in two places): name -> the first one."""
-    every = model.state_dict(keep_vars=True)
+    every = _state(model)
     first = {id(tensor): name for name, tensor in reversed(every.items())}
     return {name: first[id(tensor)] for name, tensor in every.items() if first[id(tensor)] != name}
 
 
 def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
-    """Raise :class:`UserError` for a tensor of another type or with NaN or infinities: no message may hold it."""
+    """Raise :class:`UserError` for a tensor that no message may hold: of another type, with NaN or infinities."""
+    if odd := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
+        raise UserError(f"{who}: {odd[0]!r} has no values yet; a factory of lazy layers must run them once")
+    if odd := [
+        n for n, t in tensors.items() if any(size > 1 > step for size, step in zip(t.shape, t.stride(), strict=True))
+    ]:
+        raise UserError(f"{who}: {odd[0]!r} has one value at several positions, as from expand; must be cloned")
     if odd := [f"{name!r} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
         raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
     if odd := [repr(name) for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:

@@ -69,6 +69,8 @@ def adopted(model: nn.Module, in_shape: Shape) -> nn.Module:
 
 def with_logits(model: nn.Module) -> nn.Module:
     """Return the network, modified: it takes several tensors, and returns the ``logits`` of an output that has them."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(f"model = {model.original_name}: is compiled by torch.jit; allowed is the plain network")
     model.register_forward_hook(_logits)
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
     return model
