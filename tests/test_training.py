@@ -65,6 +65,14 @@ def test_the_optimizer_is_torchs_bit_for_bit(network: str, keys: dict[str, Value
     assert all(torch.equal(mine, torchs) for mine, torchs in pairs)
 
 
+def test_sparse_gradients_of_an_embedding_are_its_dense_ones() -> None:
+    x, gradients = torch.tensor([1, 1, 4]), []
+    for sparse in (False, True):
+        layer = torch.nn.Embedding.from_pretrained(torch.arange(10.0).view(5, 2), freeze=False, sparse=sparse)
+        gradients.append(Optimizer(resolve({}), {"w": layer.weight}, 0).gradients(layer(x).square().sum())["w"])
+    assert torch.equal(*gradients)
+
+
 def test_the_learning_rate_falls_at_its_rounds() -> None:
     settings = resolve({"lr": 0.1, "lr-decay-at": "200, 400", "lr-decay": 0.1})
     rates = [settings.lr_at(server_round) for server_round in (1, 199, 200, 399, 400)]

@@ -52,7 +52,7 @@ class Optimizer:
             return {}
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         return {
-            name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            name: gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient.to_dense())
             for (name, p), gradient in zip(self.parameters.items(), gradients, strict=True)
         }
 
