@@ -753,6 +753,7 @@ def test_a_run_of_a_changed_file_is_not_resumed(file: Path, key: str, tmp_path: 
 
 def test_the_head_is_the_last_linear_that_runs_or_a_convolution() -> None:
     assert head_names(adopted(Reversed(), (3,))) == ("last.weight", "last.bias")
+    assert head_names(adopted(Auxiliary(), (4,))) == ("head.weight", "head.bias")
     squeezenet = build_model("torchvision:squeezenet1_1", (3, 32, 32), 10, 0)
     assert head_names(squeezenet) == ("classifier.1.weight", "classifier.1.bias")
     assert Network(squeezenet)(torch.zeros(2, 3, 32, 32)).features.dim() == 2

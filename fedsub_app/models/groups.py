@@ -19,6 +19,7 @@ from fedsub_app.models.sources import in_shape_of, refused
 # Ends of the names of LoRA's tensors, as the package peft gives them.
 _A, _B, _W = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 _orders: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+in_training: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # modules that run in training alone
 as_defined: WeakSet[nn.Module] = WeakSet()  # networks whose layer order was asked for without an input's shape
 
 
@@ -104,11 +105,14 @@ def _order(model: nn.Module, in_shape: Shape) -> list[str]:
     try:
         with torch.random.fork_rng(), torch.no_grad():  # dropout draws
             ghost(blank(2, in_shape, like.device, like.dtype))
+            order, entered = entered, {}
+            ghost.eval()(blank(2, in_shape, like.device, like.dtype))
     except Exception as error:  # code of others
         raise refused(f"model = {type(model).__name__}", in_shape, error) from error
     turns: dict[str, int] = {}
     for name, module in ghost.named_modules():
-        turns[name] = entered.get(module, turns.get(name.rpartition(".")[0], 0))
+        turns[name] = order.get(module, turns.get(name.rpartition(".")[0], 0))
+    in_training[model] = {name for name, module in ghost.named_modules() if module in order.keys() - entered.keys()}
     return sorted(turns, key=turns.__getitem__)  # stable
 
 

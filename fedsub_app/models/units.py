@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.models.graph import COMPUTED, traced_groups
-from fedsub_app.models.groups import UnitGroup, adapters, executed, rank_groups
+from fedsub_app.models.groups import UnitGroup, adapters, executed, in_training, rank_groups
 from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import base_names, in_shape_of
 
@@ -147,11 +147,13 @@ def with_head(model: nn.Module, head: str) -> nn.Module:
 def head_layer(model: nn.Module) -> str:
     """Return the name of the head: the layer that :func:`with_head` set, else the last Linear in order of execution.
 
-    Without a Linear it is the last layer whose weight has several axes; without such a layer "", the whole model.
+    An auxiliary head, which runs in training alone, does not count. Without a Linear it is the last layer whose weight
+    has several axes; without such a layer "", the whole model.
     """
     if named := getattr(model, _HEAD, ""):
         return str(named)
-    modules, tensors = executed(model), tensors_of(model)
+    tensors = tensors_of(model)
+    modules = [(name, module) for name, module in executed(model) if name not in in_training.get(model, ())]
     linear = [name for name, module in modules if isinstance(module, nn.Linear)]
     others = [name for name, _ in modules if f"{name}.weight" in tensors and tensors[f"{name}.weight"].dim() > 1]
     return (linear or others or [""])[-1]
