@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed
-from fedsub_app.models import Network, Output, output_names, tensors_of
+from fedsub_app.models import Network, Output, head_names, tensors_of
 from fedsub_app.models.groups import kept_positions
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.slices import ALL, select
@@ -64,7 +64,7 @@ class HeteroFLClient(NarrowClient):
         answer[CLASSES] = classes
         if not self.settings.secure_aggregation:
             return answer
-        rows = {name: classes.view(-1, *[1] * (answer[name].dim() - 1)) for name in output_names(self.network.module)}
+        rows = {name: classes.view(-1, *[1] * (answer[name].dim() - 1)) for name in head_names(self.network.module)}
         return answer | prefixed(AT, brought(rows))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.models import head_names
+from fedsub_app.models import head_names, output_names
 from fedsub_app.models.units import head_layer
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
@@ -41,8 +41,10 @@ class FedPAC(SubnetStrategy):
             raise UserError(f"trainable = {settings.trainable!r}: without the head, which fedpac combines")
         if not isinstance(self.model.get_submodule(head_layer(self.model)), nn.Linear):
             raise UserError(f"model = {settings.model!r}: its head is no Linear layer, which fedpac combines")
-        if tied := [name for name in self.head if name not in self.current]:
-            raise UserError(f"model = {settings.model!r}: {tied[0]!r} is tied, fedpac combines the head alone")
+        try:
+            output_names(self.model)
+        except TypeError as error:
+            raise UserError(f"model = {settings.model!r}: {error}") from None
         self.heads = {name: torch.stack([self.current[name]] * settings.num_clients) for name in self.head}  # [N, ...]
         self.centroids = torch.zeros(self.current[self.head[0]].shape)  # of the head's weight, [classes, d]
         self.known = torch.zeros(len(self.centroids), dtype=torch.bool)  # whether a class has a centroid

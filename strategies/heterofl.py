@@ -48,8 +48,6 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.models import UnitGroup, output_names
-from fedsub_app.models.sources import answer, in_shape_of
-from fedsub_app.models.units import head_layer
 from fedsub_app.subnets.slices import ALL
 from strategies.base import Contribution, Spec, Update
 from strategies.settings import HeteroFLSettings
@@ -71,16 +69,11 @@ class HeteroFL(Narrow):
 
     def _output(self) -> tuple[str, ...]:
         """Return the names of the head's tensors; :class:`UserError` where their rows are not the classes."""
-        who, shape = f"model = {self.settings.model!r}", in_shape_of(self.model)
         try:
-            names = output_names(self.model)
+            return output_names(self.model)
         except TypeError as error:
-            raise UserError(f"{who}: {error}") from None
-        rows = len(self.current[names[0]])
-        if shape is not None and (classes := answer(self.model, who, shape).shape[-1]) != rows:
-            what = f"the {rows} rows of its head {head_layer(self.model)!r} are not the {classes} classes"
-            raise UserError(f"{who}: {what}; allowed is another head, or {self.settings.method}.masked-loss = false")
-        return names
+            otherwise = f"or {self.settings.method}.masked-loss = false"
+            raise UserError(f"model = {self.settings.model!r}: {error}, {otherwise}") from None
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         if not self.output:

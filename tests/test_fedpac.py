@@ -17,11 +17,12 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import BadReply, Update
-from fedsub_app.models import build_model, tensors_of
+from fedsub_app.models import adopted, build_model, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.collaboration import combination, feature_statistics
 from strategies.fedpac import COUNTS, MEANS, FedPAC, H, V
+from strategies.heterofl import HeteroFL
 
 Run = Callable[..., tuple[Json, Path]]
 
@@ -144,5 +145,16 @@ def test_a_head_that_is_tied_to_another_layer_is_refused() -> None:
             super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
             self[1].weight = self[0].weight
 
-    with pytest.raises(UserError, match=r"'1.weight' is tied, fedpac combines the head alone$"):
+    with pytest.raises(UserError, match=r"its head '1' is frozen or tied; allowed is another head$"):
         FedPAC(resolve({"method": "fedpac"}), Tied())
+    with pytest.raises(UserError, match=r": its head '1' is frozen or tied; .*masked-loss = false$"):
+        HeteroFL(resolve({"method": "heterofl"}), adopted(Tied(), (4,)))
+
+
+def test_a_head_whose_rows_are_not_the_classes_is_refused() -> None:
+    class Halved(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[:, :2]
+
+    with pytest.raises(UserError, match=r"the 4 rows of its head '1' are not the 2 classes; allowed is another head$"):
+        FedPAC(resolve({"method": "fedpac"}), adopted(Halved(nn.Linear(4, 4), nn.Linear(4, 4)), (4,)))

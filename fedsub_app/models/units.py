@@ -15,7 +15,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.models.graph import COMPUTED, traced_groups
 from fedsub_app.models.groups import UnitGroup, adapters, executed, in_training, rank_groups
 from fedsub_app.models.networks import tensors_of, ties
-from fedsub_app.models.sources import base_names, in_shape_of
+from fedsub_app.models.sources import answer, base_names, in_shape_of
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEAD = "_fedsub_head"
@@ -167,9 +167,16 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 def output_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the head's tensors where it is one layer, whose rows are the classes; else TypeError."""
+    names, tensors, shape = head_names(model), tensors_of(model), in_shape_of(model)
     if any(True for _ in model.get_submodule(head_layer(model)).children()):
         raise TypeError(f"its head {head_layer(model)!r} has several layers; allowed is one")
-    return head_names(model)
+    if not names or not tensors.keys() >= {*names}:
+        raise TypeError(f"its head {head_layer(model)!r} is frozen or tied; allowed is another head")
+    rows = len(tensors[names[0]])
+    if shape is not None and (classes := answer(model, type(model).__name__, shape).shape[-1]) != rows:
+        what = f"the {rows} rows of its head {head_layer(model)!r} are not the {classes} classes"
+        raise TypeError(f"{what}; allowed is another head")
+    return names
 
 
 def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
