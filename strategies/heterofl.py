@@ -53,7 +53,7 @@ from strategies.base import Contribution, Spec, Update
 from strategies.settings import HeteroFLSettings
 from strategies.sliced import Narrow
 
-CLASSES = "classes"  # tensor of a reply with masked loss, bool [classes]: the classes of the client's samples
+CLASSES = "reply/classes"  # tensor of a reply with masked loss, bool [classes]: the classes of the client's samples
 
 
 class HeteroFL(Narrow):

@@ -424,6 +424,13 @@ def test_a_head_whose_rows_are_not_the_classes_is_refused() -> None:
     assert made(model=with_head(network, "out")).output == ("out.weight", "out.bias")
 
 
+def test_a_tensor_of_the_network_may_be_called_classes() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
+    network.register_parameter("classes", nn.Parameter(torch.zeros(10)))
+    strategy = made(model=network, widths="1")
+    assert strategy.expected(1)["classes"] == strategy.specs["classes"]
+
+
 @pytest.mark.parametrize("widths", ["0, 1", "1.5", "", "a", "-0.5", "nan"])
 def test_widths_that_are_none_are_refused(widths: str) -> None:
     with pytest.raises(UserError) as error:
@@ -444,7 +451,7 @@ def test_a_reply_without_classes_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     strategy = made()
     update = answer(strategy, 0, 1, [True] * 10)
     del update.tensors[CLASSES]
-    with pytest.raises(BadReply, match="tensor 'classes' is missing"):
+    with pytest.raises(BadReply, match="tensor 'reply/classes' is missing"):
         read(strategy, update)
 
 
