@@ -77,6 +77,11 @@ def test_what_is_trained(what: str, names: list[str]) -> None:
     assert base_names(model) | {*expected} == {*model.state_dict()}
 
 
+def test_biases_are_those_of_recurrent_layers_too() -> None:
+    model = freeze(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2)), Trained("bias"), "lstm")
+    assert list(tensors_of(model)) == ["0.bias_ih_l0", "0.bias_hh_l0", "1.weight", "1.bias"]
+
+
 def test_names_are_trained_without_the_head() -> None:
     assert list(tensors_of(freeze(Residual(), Trained("blocks.1.fc, embed"), "residual"))) == [
         "embed.weight", "embed.bias", "blocks.1.fc.weight", "blocks.1.fc.bias",

@@ -111,7 +111,8 @@ def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
     if trained.what in ("lora", "head"):
         return head
     if trained.what == "bias":
-        chosen = {name for name in every if name.rpartition(".")[2].endswith("bias")}
+        leaves = {name: name.rpartition(".")[2] for name in every}  # bias_ih_l0: of a recurrent layer
+        chosen = {name for name, leaf in leaves.items() if leaf.endswith("bias") or leaf.startswith("bias_")}
     elif trained.what == "norm":
         norms = [path for path, module in model.named_modules() if "Norm" in type(module).__name__]
         chosen = {name for name in every if name.rpartition(".")[0] in norms}
