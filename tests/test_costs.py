@@ -6,6 +6,7 @@ from helpers import problem_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.models import build_model, mlp, model_names, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.config import resolve
@@ -109,6 +110,16 @@ def test_counting_leaves_the_model_as_it_is():
     assert not model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_network_without_a_gradient_is_one_line():
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x.flatten(1)).exp()
+            return h.mul_(h.detach() + 1)
+
+    with pytest.raises(UserError, match="has no gradient: RuntimeError: one of the variables needed for gradient"):
+        training_flops(IMAGES, InPlace(3072, 2))
 
 
 def test_bytes_by_hand():

@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import blank
 from fedsub_app.models import UnitGroup, narrowed, trainable
 from fedsub_app.training.problem import Problem
@@ -65,8 +67,13 @@ def _flops(problem: Problem, model: nn.Module, training: bool, names: Collection
     with torch.random.fork_rng(devices=[]), _unfused(), counter, torch.set_grad_enabled(training):
         out = copied.train(training)(blank(2, problem.data.in_shape))
         trained = [p for name, p in trainable(copied).items() if names is None or name in names] if training else []
-        if trained:
-            torch.autograd.grad(out.sum(), trained, allow_unused=True)
+        try:
+            if trained:
+                torch.autograd.grad(out.sum(), trained, allow_unused=True)
+        except RuntimeError as error:  # code of the user, such as a change in place
+            if machine_failure(error):
+                raise
+            raise UserError(f"model = {problem.name!r}: has no gradient: {one_line(error)[:200]}") from error
     return counter.flops // 2
 
 
