@@ -369,3 +369,12 @@ def test_a_network_runs_with_other_tensors_as_torchs_functional_call_does() -> N
         other = {name: torch.randn_like(mine[name]) ** 2 for name in names}
         assert torch.equal(network(x, other).logits, functional_call(module, other, (x,)))
         assert torch.equal(module(x), before)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_old_hooks_compute_are_refused(norm):
+    """A copy fails after a step; the parametrizations of the same name are taken."""
+    said = r"^model = Linear: has a (Weight|Spectral)Norm of torch\.nn\.utils; allowed is that of .*parametrizations"
+    with pytest.raises(UserError, match=said):
+        adopted(norm(nn.Linear(2, 2)), (2,))
+    adopted(getattr(nn.utils.parametrizations, norm.__name__)(nn.Linear(2, 2)), (2,))

@@ -71,6 +71,10 @@ def with_logits(model: nn.Module) -> nn.Module:
     """Return the network, modified: it takes several tensors, and returns the ``logits`` of an output that has them."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError(f"model = {model.original_name}: is compiled by torch.jit; allowed is the plain network")
+    for hook in (hook for module in model.modules() for hook in module._forward_pre_hooks.values()):
+        if type(hook).__module__.startswith("torch.nn.utils."):  # their computed weight cannot be copied
+            allowed = "allowed is that of torch.nn.utils.parametrizations, or none"
+            raise UserError(f"model = {type(model).__name__}: has a {type(hook).__name__} of torch.nn.utils; {allowed}")
     model.register_forward_hook(_logits)
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
     return model
