@@ -428,7 +428,7 @@ def test_fedpart_refuses_devices_of_which_none_holds_what_a_round_trains(full: i
 def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
     strategy = made(two, method=method)
     narrow = slow(strategy)
-    classes = {"classes": torch.ones(10, dtype=torch.bool)}
+    classes = {"reply/classes": torch.ones(10, dtype=torch.bool)}
     sent = dict(strategy.task(narrow).tensors)
     read(strategy, Update(narrow, sent | classes, {"train-loss": 1.0}, 1))
     name = next(name for name, tensor in sent.items() if tensor.shape != strategy.current[name].shape)
