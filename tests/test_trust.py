@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message
+from flwr.app import Context, Message
 from test_federation import answering, ask, federation, nodes, nothing
 
 from fedsub_app.cli.main import main
@@ -27,6 +27,7 @@ from fedsub_app.deployment.flower import PROJECT
 from fedsub_app.deployment.node import Node, run
 from fedsub_app.federation import nodes as federation_nodes
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.wire import NONCE, UNKNOWN_SETTINGS, asks_for_settings, pack, unpack
 from fedsub_app.reports.export import csv_text
 from fedsub_app.runs.audit import append, verify
 from fedsub_app.runs.config import resolve
@@ -317,6 +318,34 @@ def test_a_node_that_falls_silent_after_a_first_reply_is_given_up(monkeypatch: p
     assert [drop.client for drop in phase.dropped] == [3, 5]
     assert all(drop.reason.startswith("no reply within 120 s, 10 times") for drop in phase.dropped)
     assert 140 <= now[0] <= 150
+
+
+def test_a_node_that_asks_for_the_settings_says_nothing_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes work for 300 s here: the first answer, after 5 s, made 120 s fair for them."""
+    now, asked = [0.0], list[int]()
+    monkeypatch.setattr(federation_nodes.time, "monotonic", lambda: now[0])
+
+    def forgetful(message: Message, context: Context) -> Message:
+        if asked or message.metadata.dst_node_id != 2:
+            return answering(message, context)
+        asked.append(2)
+        stamp = {NONCE: unpack(message.content)[0][NONCE]}
+        return Message(pack(UNKNOWN_SETTINGS | stamp, []), reply_to=message)
+
+    class Slow(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            asks = [number for number in message_ids if asks_for_settings(self._replies[number].content)]
+            return super().pull_messages(asks if now[0] < 300 else message_ids)
+
+        def wait(self, seconds: float) -> None:
+            now[0] += 5
+
+    fed = federation(num_clients=4, placement="pinned", round_timeout=9000.0)
+    fed.roll.nodes = nodes(2, False)
+    phase = ask(fed, range(4))
+    grid = Slow(forgetful, {}, 2)  # type: ignore[arg-type]
+    assert sorted(client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)) == [0, 1, 2, 3]
+    assert phase.dropped == []
 
 
 # --- what was done is on record ---------------------------------------------------------------------------------------

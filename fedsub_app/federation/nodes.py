@@ -200,14 +200,16 @@ class Federation:
                     sent, since = flying.pop(reply.metadata.reply_to_message_id, (None, 0.0))
                     if sent is None:
                         continue
-                    now = time.monotonic()
-                    took.setdefault(sent.dst_node_id, []).append(now - since)
+                    now, failed = time.monotonic(), reply.has_error()
+                    asks = not failed and asks_for_settings(reply.content)
+                    if not (failed or asks):  # neither tells how long the work takes
+                        took.setdefault(sent.dst_node_id, []).append(now - since)
                     for number, (other, _) in flying.items():
                         if other.dst_node_id == sent.dst_node_id:
                             flying[number] = (other, now)  # the node begins with it now
-                    if reply.has_error() and sent.dst_node_id not in set(grid.get_node_ids()):
+                    if failed and sent.dst_node_id not in set(grid.get_node_ids()):
                         phase.give_up(sent.dst_node_id)
-                    if sent.message_id not in again and not reply.has_error() and asks_for_settings(reply.content):
+                    if asks and sent.message_id not in again:
                         self._have_initial.pop(sent.dst_node_id, None)
                         again.add(_push(grid, phase, phase.outbox.again(sent), flying))
                     else:
