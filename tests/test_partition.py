@@ -224,7 +224,7 @@ def test_a_label_without_test_images_is_named(tmp_path: Path) -> None:
 
 
 def test_a_group_without_test_samples_is_named(tmp_path: Path) -> None:
-    """Those of its labels are of another group: every sixth row of a class is for testing."""
+    """The test samples of its labels are of another group: every sixth row of a class is for testing."""
     rows = "".join(f"{k},{k % 2},{'north' if k % 3 else 'south'}\n" for k in range(60))
     (tmp_path / "t.csv").write_text(f"x,label,site\n{rows}")
     data = DataSettings(dataset="csv:t.csv", data_dir=str(tmp_path), group="site")

@@ -110,10 +110,10 @@ def read_options(text: str) -> dict[str, Any]:
     """Return ``"width=32, norm='group'"`` as names and Python's literals; ValueError says what is allowed."""
     with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         match ast.parse(f"options({text})", mode="eval").body:
-            case ast.Call(func=ast.Name(), args=[], keywords=words) if len(
-                {word.arg for word in words if word.arg}
-            ) == len(words):
-                return {str(word.arg): ast.literal_eval(word.value) for word in words}
+            case ast.Call(func=ast.Name(), args=[], keywords=words):
+                options = {word.arg: ast.literal_eval(word.value) for word in words if word.arg}
+                if len(options) == len(words):
+                    return options
     raise ValueError("must be names with numbers, texts, True or False: \"width=32, norm='group'\"")
 
 
