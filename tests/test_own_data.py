@@ -636,6 +636,19 @@ def test_a_simulation_is_given_whole_paths(table: Path, monkeypatch: pytest.Monk
     given = resolve({"dataset": "csv:*.csv", "tokenizer": "transformers:folder", "model": "torchvision:resnet18"})
     assert local_paths(given) == {"dataset": f"csv:{table}/*.csv", "tokenizer": f"transformers:{table}/folder"}
     assert local_paths(resolve({"dataset": "csv:gone.csv", "model": "transformers:on/the-hub"})) == {}
+    (table / "t[1].csv").touch()
+    monkeypatch.setenv("HOME", str(table))
+    for name, path in {"t[1].csv": "t[1].csv", "~/t.csv": "t.csv"}.items():
+        assert local_paths(resolve({"dataset": f"csv:{name}"})) == {"dataset": f"csv:{table}/{path}"}
+    assert local_paths(resolve({"dataset": "csv:**.csv"})) == {}  # Python's glob refuses it
+
+
+@pytest.mark.parametrize("source", ["csv:~/t.csv", "hf:~/folder"])
+def test_a_home_is_a_folder_of_sources(table: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setenv("HOME", str(table))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(table / "cache"))
+    keys = keys_of(table, source, input="size", label="kind")
+    assert len(load_dataset(resolve(keys).data).train_y) == 24
 
 
 def test_a_column_is_dealt_over_a_multiple_of_clients(table: Path) -> None:

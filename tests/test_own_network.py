@@ -104,7 +104,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_files_class_is_given_what_it_names_and_the_options(file: Path) -> None:
+def test_a_files_class_is_given_what_it_names_and_the_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_rng_state()
     made = [build_model(f"{file}:Net", (1, 8, 8), 10, seed, options="width=3, norm='group'") for seed in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -113,6 +113,8 @@ def test_a_files_class_is_given_what_it_names_and_the_options(file: Path) -> Non
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert made[0](torch.zeros(2, 1, 8, 8)).shape == (2, 10)  # its {"logits": …} are a tensor
+    monkeypatch.setenv("HOME", str(file.parent))
+    assert build_model("~/my_net.py:Net", (1, 8, 8), 10, 0).norm == "none"
 
 
 def test_a_module_on_the_path_and_a_changed_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The code may do what the user may. A file travels to Flower's nodes in the run's
 
 import ast
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ def code_file(text: str) -> Path | None:
     source = text.rpartition(":")[0]
     if not source.endswith(".py"):
         return None
-    return bundled(text) if bundled(text).exists() else Path(source)
+    return bundled(text) if bundled(text).exists() else Path(os.path.expanduser(source))
 
 
 def state_of(text: str) -> str:

@@ -22,10 +22,10 @@ from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.arrays import read_npz
 from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files
 from fedsub_app.data.known import HELD_OUT, LOADERS, Source, chosen_domains
-from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, own_files, parts_of
+from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, matching, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
 from fedsub_app.data.settings import READERS, DataSettings
-from fedsub_app.data.tables import load_source, matching
+from fedsub_app.data.tables import load_source
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
 

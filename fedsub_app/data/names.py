@@ -3,6 +3,7 @@
 import glob
 import os
 import zipfile
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -111,8 +112,22 @@ def data_folder(setting: str | None) -> Path:
 def in_data_folder(source: str, setting: str | None) -> str:
     """Return ``transformers:FOLDER`` with the path in the data folder, if the folder is there and not here."""
     kind, _, name = source.partition(":")
-    folder = data_folder(setting) / name
+    folder = data_folder(setting) / os.path.expanduser(name)
     return f"{kind}:{folder}" if kind == "transformers" and not Path(name).is_dir() and folder.is_dir() else source
+
+
+def matching(pattern: str, data: Path) -> list[Path]:
+    """Return the files of a table, here or in the data folder: the file of this name, else all that match it."""
+    pattern = os.path.expanduser(pattern)
+    root = Path(pattern).anchor
+    name = pattern.removeprefix(root)
+    for folder in (Path(root),) if root else (Path(), data):
+        if (folder / name).is_file():  # its name may have a [ or *
+            return [folder / name]
+        with suppress(ValueError):  # no pattern, or a ** that is not a whole part of it
+            if files := sorted(folder.glob(name)):
+                return files
+    return []
 
 
 def find(folder: Path, name: str) -> Path | None:

@@ -4,6 +4,7 @@ The columns of a table are numbers, vectors, texts or images: the keys ``input``
 """
 
 import inspect
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from fedsub_app.common.inputs import Batch, Inputs, Shape, form_of
 from fedsub_app.common.own_code import named_code
 from fedsub_app.common.tasks import NextToken, Task
 from fedsub_app.data.files import HOLD_OUT, hold_out
-from fedsub_app.data.names import data_folder, in_data_folder
+from fedsub_app.data.names import data_folder, in_data_folder, matching
 from fedsub_app.data.own import Split, dataset_of, own_dataset
 from fedsub_app.data.samples import AnySamples, Dataset, Samples, normalised
 from fedsub_app.data.settings import READERS, SOURCES, DataSettings
@@ -120,19 +121,6 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
 
 
-def matching(pattern: str, data: Path) -> list[Path]:
-    """Return the files of a table, here or in the data folder: the file of this name, else all that match it."""
-    root = Path(pattern).anchor
-    name = pattern.removeprefix(root)
-    for folder in (Path(root),) if root else (Path(), data):
-        if (folder / name).is_file():  # its name may have a [ or *
-            return [folder / name]
-        with suppress(ValueError):  # no pattern, or a ** that is not a whole part of it
-            if files := sorted(folder.glob(name)):
-                return files
-    return []
-
-
 def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":
     """Return the table in a file; if a key names the column ``file`` and there is none, add it: the file's name."""
     import pandas as pd
@@ -148,7 +136,7 @@ def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, t
     """Return training and test rows of a data set of the package datasets, a folder's or the hub's, cached there."""
     from datasets import load_dataset
 
-    name = wanted.dataset.removeprefix("hf:")
+    name = os.path.expanduser(wanted.dataset.removeprefix("hf:"))
     with explained(f"dataset = {wanted.dataset!r}:", 300):  # no network, no such name, a script of theirs
         splits = load_dataset(name)
     other = next((split for split in ("test", "validation") if split in splits), None)

@@ -261,29 +261,27 @@ def _toml(value: Value) -> str:
 
 def local_paths(settings: "Settings") -> dict[str, Value]:
     """Return the settings that name files of the working directory, with absolute paths."""
+    from fedsub_app.data.names import matching
     from fedsub_app.data.settings import SOURCES
 
-    paths: dict[str, Value] = {}
-    for key in ("dataset", "model", "tokenizer"):
-        kind, _, name = str(getattr(settings, key)).partition(":")
-        if kind in (*SOURCES, "transformers") and name and not Path(name).is_absolute() and any(Path().glob(name)):
-            paths[key] = f"{kind}:{Path(name).absolute()}"
-    return paths
+    sources = {key: str(getattr(settings, key)).partition(":") for key in ("dataset", "model", "tokenizer")}
+    return {
+        key: f"{kind}:{Path(name).expanduser().absolute()}"
+        for key, (kind, _, name) in sources.items()
+        if kind in (*SOURCES, "transformers") and matching(name, Path())
+    }
 
 
 @contextmanager
 def bundle(settings: "Settings") -> Iterator[Path]:
-    """Yield the folder of which Flower makes a run's bundle: a copy of the checkout's code, with the user's files.
-
-    In the checkout itself Flower would look at each of the 50,000 files of ``.venv``, which takes seconds.
-    """
+    """Yield the folder of which Flower makes a run's bundle: a copy of the checkout's code, with the user's files."""
     from fedsub_app.runs.config import TABLE
     from fedsub_app.runs.methods import BUILT_IN
     from fedsub_app.runs.recorded import own_code
 
     own = {key: text for key, text in own_code(settings.flat()).items() if text.rpartition(":")[0].endswith(".py")}
     included = read_toml(PROJECT / "pyproject.toml")["tool"]["flwr"]["app"]["fab-include"]
-    with TemporaryDirectory(prefix="fedsub-") as folder:
+    with TemporaryDirectory(prefix="fedsub-") as folder:  # in the checkout Flower would read 50,000 files of .venv
         files = {path: path.relative_to(PROJECT) for pattern in included for path in PROJECT.glob(pattern)}
         for path, name in files.items():
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +295,7 @@ def bundle(settings: "Settings") -> Iterator[Path]:
             copy = Path(folder) / bundled(text).relative_to(PROJECT)
             copy.parent.mkdir(exist_ok=True)
             try:
-                shutil.copyfile(text.rpartition(":")[0], copy)
+                shutil.copyfile(os.path.expanduser(text.rpartition(":")[0]), copy)
             except OSError as error:
                 raise UserError(f"{key} = {text!r}: {error.strerror or error}") from error
         yield Path(folder)
