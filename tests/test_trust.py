@@ -320,6 +320,28 @@ def test_a_node_that_falls_silent_after_a_first_reply_is_given_up(monkeypatch: p
     assert 140 <= now[0] <= 150
 
 
+@pytest.mark.parametrize("fast", [1, 2])
+def test_no_time_is_fair_before_half_of_the_nodes_have_answered(fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four nodes answers after 5 s, the others need 300 s: it made 120 s fair for them."""
+    now = [0.0]
+    monkeypatch.setattr(federation_nodes.time, "monotonic", lambda: now[0])
+
+    class Slow(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            early = [number for number in message_ids if self._replies[number].metadata.src_node_id <= 1 + fast]
+            return super().pull_messages(message_ids if now[0] >= 300 else early)
+
+        def wait(self, seconds: float) -> None:
+            now[0] += 5
+
+    fed = federation(num_clients=4, placement="pinned", round_timeout=9000.0)
+    fed.roll.nodes = nodes(4, False)
+    phase = ask(fed, range(4))
+    grid = Slow(answering, {}, 4)  # type: ignore[arg-type]
+    list(fed.answers(phase, fed.exchange(grid, phase), nothing))
+    assert [drop.client for drop in phase.dropped] == ([] if fast == 1 else [2, 3])
+
+
 def test_a_node_that_asks_for_the_settings_says_nothing_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes work for 300 s here: the first answer, after 5 s, made 120 s fair for them."""
     now, asked = [0.0], list[int]()

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from statistics import median
+from statistics import median, median_low
 
 import torch
 from flwr.app import Message, Metadata
@@ -32,7 +32,7 @@ from fedsub_app.federation.wire import NONCE, Part, asks_for_settings, unpack_re
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
 SILENT_S = 30.0  # after which the log names the nodes that a phase waits for
-# A real node is waited for this many times the median time that a message took the others, and at least FAIR_S.
+# A real node is waited for this many times the median time that a message takes the nodes, and at least FAIR_S.
 FAIR, FAIR_S = 10, 120.0
 MAX_WAITING = 4  # times message-mb: replies that wait for an earlier client's
 # Message id -> a message that is not answered yet, the time when it was sent or its node answered the one before.
@@ -235,8 +235,9 @@ class Federation:
         if silent:
             log.warning("waiting for node %s: no reply for %.0f s", ", ".join(map(str, sorted(silent))), SILENT_S)
         named |= silent
-        times = [median(each) for each in took.values()]
-        fair = max(FAIR_S, FAIR * median(times)) if times else math.inf
+        unheard = {sent.dst_node_id for sent, _ in flying.values()} - took.keys()
+        times = [median(each) for each in took.values()] + [math.inf] * len(unheard)  # one fast node says little
+        fair = max(FAIR_S, FAIR * median_low(times or [math.inf]))
         for message_id, (sent, since) in list(flying.items()):
             if now - since > fair:
                 reason = f"no reply within {fair:.0f} s, {FAIR} times as long as the other nodes took"
