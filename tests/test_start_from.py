@@ -109,8 +109,11 @@ def test_lora_begins_with_the_adapters_of_a_run(run_local: Run) -> None:
     _, first = run_local("first", num_rounds=1, **keys)
     _, second = run_local("second", num_rounds=1, start_from=str(first), **keys)
     assert rounds(second)[0]["global-loss"] == rounds(first)[-1]["global-loss"]
-    with pytest.raises(UserError, match=r"^lora-alpha = 32: must be 16, as in start-from = '.*first'$"):
-        run_local("third", start_from=str(first), lora_alpha=32.0, **keys)
+    for file in (first, first / "model.safetensors", first / "checkpoints/round-000001.safetensors"):
+        with pytest.raises(UserError, match=rf"^lora-alpha = 32: must be 16, as in start-from = '{file}'$"):
+            run_local("third", start_from=str(file), lora_alpha=32.0, **keys)
+    _, fourth = run_local("fourth", num_rounds=1, start_from=str(file), **keys)
+    assert rounds(fourth)[0]["global-loss"] == rounds(first)[-1]["global-loss"]
 
 
 @pytest.fixture
@@ -166,8 +169,9 @@ def test_a_run_over_another_base_is_no_start(run_local: Run) -> None:
     keys: dict[str, Any] = {"model": "fedpews-cnn", "trainable": "head", "train_per_class": 4, "num_rounds": 1}
     _, first = run_local("first", **keys)
     run_local("second", **keys, start_from=str(first))
-    with pytest.raises(UserError, match=r"^model = .*: the frozen base .* is that of start-from = '.*first'$"):
-        run_local("third", **keys, start_from=str(first), seed=1)
+    for file in (first, first / "model.safetensors"):
+        with pytest.raises(UserError, match=rf"^model = .*: the frozen base .* is that of start-from = '{file}'$"):
+            run_local("third", **keys, start_from=str(file), seed=1)
 
 
 def test_a_run_whose_start_has_changed_is_not_resumed(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:

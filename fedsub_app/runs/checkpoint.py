@@ -85,13 +85,15 @@ def start_file(settings: Settings) -> Path:
 def started(problem: Problem, settings: Settings) -> Problem:
     """Return the problem with the initial global model that ``start-from`` names.
 
-    UserError: the file is not there or damaged, its tensors are not those of the network, or its run has another base
-    or another ``lora-alpha``.
+    UserError: the file is not there or damaged, its tensors are not those of the network, or the run in whose directory
+    it lies has another base or another ``lora-alpha``.
     """
     said, path = f"start-from = {settings.start_from!r}:", start_file(settings)
     named = Path(str(settings.start_from)).expanduser()
+    kept = path.is_file() and path.parent.name == "checkpoints" and (path.parents[1] / "settings.json").is_file()
+    run = path.parents[kept]
     try:
-        given = load_file(path) if path == named else _model(path)
+        given = load_file(path) if path == named and not kept else _model(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{said} {one_line(error)}") from None
     network = problem.network()
@@ -103,8 +105,8 @@ def started(problem: Problem, settings: Settings) -> Problem:
             raise UserError(f"{said} tensor {name!r} is {have}, must be {need} with model = {settings.model!r}")
         if not bool(given[name].isfinite().all()):
             raise UserError(f"{said} tensor {name!r} has NaN or infinite values")
-    if path != named and (base := base_digest(network)):
-        recorded = read_recorded(named)
+    if (run / "settings.json").is_file() and (base := base_digest(network)):
+        recorded = read_recorded(run)
         check_base(settings.model, base, recorded.get("base", ""), f"that of {said[:-1]}")
         alpha = recorded["settings"].get("lora-alpha", settings.lora_alpha)
         if settings.trainable == "lora" and alpha != settings.lora_alpha:
