@@ -5,6 +5,7 @@ tensors; the first update has the sums of :attr:`Hooks.sums`. A class says in ``
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors, prefixed
+from fedsub_app.federation.nodes import takes_part
+from fedsub_app.federation.phase import Dropped
 from fedsub_app.federation.protocol import Spec, Task, Update, formula_bytes
 from fedsub_app.secure.client import AT, COUNTS, COVERED, OPEN, SUM
 from fedsub_app.secure.server import Session, Unopened
@@ -21,6 +24,8 @@ from fedsub_app.secure.vectors import Layout, Scale, counted, counting
 from fedsub_app.subnets.averaging import Contribution
 from strategies.hooks import Hooks, Merged
 from strategies.merging import Merging, Valid
+
+LONE = "whose units fewer than min-contributors have: the counts would tell their masks"
 
 
 def refusal(strategy: Hooks) -> str:
@@ -41,6 +46,22 @@ def check_secure(strategy: Hooks) -> None:
     if chosen and settings.secure_masks == "secret" and settings.by_examples:
         reason = "a position's sum of known numbers of samples tells whose they are"
         raise UserError(f"weighting = {settings.weighting!r}: must be 'uniform' with secure-masks = 'secret': {reason}")
+    if strategy.chooses_positions and settings.secure_masks == "secret":
+        there = [client for client, able in enumerate(takes_part(settings)) if able]
+        if few := len(there) - len(hidden(strategy, there)):
+            allowed = "allowed are equal widths, no masked loss, or 'public'"
+            raise UserError(f"secure-masks = 'secret': not with {few} of {len(there)} clients, {LONE}; {allowed}")
+
+
+def hidden(strategy: Hooks, clients: Collection[int]) -> list[int]:
+    """Return the clients whose known positions enough of ``clients`` have.
+
+    The counts of a round are those of each such group, because the server can tell the groups' positions apart.
+    """
+    known = {c: strategy.known_positions(c).items() for c in clients}
+    group = {c: hash(tuple((name, mask.numpy().tobytes()) for name, mask in masks)) for c, masks in known.items()}
+    sizes = Counter(group.values())
+    return [client for client in clients if sizes[group[client]] >= strategy.settings.min_contributors]
 
 
 class SecureMerging(Merging):
@@ -112,10 +133,15 @@ class SecureMerging(Merging):
         if self._masks != "secret":
             return [*clients], None
         size, session = sum(self._layout.sizes), self._session
-        session.meet(clients)
         length, number = len(counting(torch.ones(size), len(clients))), {"clients": len(clients)}
-        alive, total = session.masked(COUNTS, length, number, {}, dict.fromkeys(clients, 1.0))
-        return alive, counted(session.opened(COUNTS, alive, total), size, len(clients))
+        alive = clients
+        while True:
+            asked = hidden(self._strategy, alive)
+            session.dropped += [Dropped(c, f"one of the clients {LONE}") for c in {*alive} - {*asked}]
+            session.meet(asked)
+            alive, total = session.masked(COUNTS, length, number, {}, dict.fromkeys(asked, 1.0))
+            if hidden(self._strategy, alive) == alive:
+                return alive, counted(session.opened(COUNTS, alive, total), size, len(clients))
 
     def _sum(self) -> None:
         strategy, layout, session = self._strategy, self._layout, self._session

@@ -386,7 +386,9 @@ SECURE_KEYS: dict[str, dict[str, Any]] = {
     "scaffold": {"local_steps": 2},
     # Grown weights are 0 in every client: which of them are kept is arbitrary, and told apart in the next round only.
     "feddst": {"min_contributors": 2, "weighting": "uniform", "feddst__every": 3},
-    **{name: {"min_contributors": 2} for name in ("heterofl", "fedrolex", "feddrop", "fjord", "fiarse", "ssfl")},
+    **{name: {"min_contributors": 2} for name in ("heterofl", "fjord", "fiarse", "ssfl")},
+    "fedrolex": {"min_contributors": 2, "fedrolex__assignment": "fixed"},
+    "feddrop": {"min_contributors": 2, "feddrop__masked_loss": False},
     **{name: {"min_contributors": 2} for name in ("fedselect", "subfedavg")},
 }
 REFUSE = {
@@ -668,11 +670,9 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
             "BatchNorm's statistics are averaged with other weights",
         ),
         ("fedselect", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
-        (
-            "fjord",
-            {"min_contributors": 1},
-            "min-contributors = 1: at least 2 with secure-aggregation",
-        ),
+        ("fjord", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
+        ("heterofl", {"heterofl__widths": "0.25, 0.5, 1"}, "secure-masks = 'secret': not with 1 of 5 clients, whose"),
+        ("feddrop", {"feddrop__masked_loss": True}, "not with 5 of 5 clients, whose units fewer than min-contributors"),
     ],
 )
 def test_settings_with_which_sums_are_not_enough(method: str, keys: dict[str, Any], said: str) -> None:
@@ -879,13 +879,23 @@ def test_what_the_server_hears_of_secret_masks_is_noise(
 
 @pytest.mark.parametrize("step", [KEYS, SHARES, COUNTS, "train", OPENED])
 def test_a_client_lost_before_its_mask_is_counted_is_as_if_not_asked(step: str, lossy: Callable[..., Path]) -> None:
-    folder = lossy({step: [1]}, **MASKED)
+    folder = lossy({step: [0]}, **MASKED)
     (line,) = read_rounds(folder)[1:]
-    dropped = [] if step == OPENED else [1]
+    dropped = [] if step == OPENED else [0]
     assert [drop["client"] for drop in line["dropped"]] == dropped
     assert line.get("partial") == ("4 of 5 replies" if dropped else None)
     plain = lossy({"train": dropped}, "plain", secure_aggregation=False, **MASKED)
     assert away(model(folder), model(plain), strategy_of(settings_for(**MASKED)).current) < 1e-4
+
+
+@pytest.mark.parametrize("step", ["train", COUNTS])
+def test_a_client_whose_width_no_other_has_is_not_counted(step: str, lossy: Callable[..., Path], truth: Truth) -> None:
+    """Columns that the wide clients alone have would tell the classes of client 3, if client 1 is lost."""
+    (line,) = read_rounds(lossy({step: [1]}, **MASKED))[1:]
+    assert [drop["client"] for drop in line["dropped"]] == [1, 3]
+    assert line["dropped"][1]["reason"].startswith("one of the clients whose units fewer than min-contributors have")
+    counts = torch.stack([truth.covered[client] for client in (0, 2, 4)]).sum(0).int()
+    assert torch.equal(counted(truth.opened[COUNTS], len(counts), 5 - (step == "train")), counts)
 
 
 def test_a_client_lost_after_its_mask_was_counted_counts_as_unchanged(lossy: Callable[..., Path], truth: Truth) -> None:
@@ -908,8 +918,8 @@ def test_a_client_lost_after_its_mask_was_counted_counts_as_unchanged(lossy: Cal
     ("losses", "reason"),
     [
         ({COUNTS: [1, 3]}, "more neighbours of client 0 are lost than secure-dropouts allows"),
-        ({COUNTS: [1], OPENED: [3]}, "more neighbours are lost than secure-dropouts allows"),
-        ({COUNTS: [1], SUM: [3]}, "3 clients are left in secure-aggregation, of 4 needed"),
+        ({COUNTS: [0], OPENED: [3]}, "more neighbours are lost than secure-dropouts allows"),
+        ({COUNTS: [0], SUM: [3]}, "3 clients are left in secure-aggregation, of 4 needed"),
     ],
     ids=str,
 )
