@@ -47,13 +47,14 @@ class FedDST(Regrown):
 
     def adjusted(self, model: Tensors, updates: Sequence[Update]) -> Tensors:
         """Return where the merged weights are largest, of those that some client keeps."""
-        sizes, mask = {}, AT if self.settings.secure_aggregation else MASK
+        sizes, mask, settings = {}, AT if self.settings.secure_aggregation else MASK, self.settings
+        rounding = settings.secure_range * settings.sample_size / 2**31 if settings.secure_aggregation else 0.0
         for name in self.kept(0):
             votes = self.total(updates, f"{mask}{name}")
             # The mean of weights that have grown is 0, but for a secure sum's rounding: the most voted ones count, of
             # equally many votes random ones.
             numbers = torch.rand(votes.shape, generator=generator(self.settings.seed, self.round, name, "grown"))
             grown = (votes + numbers) / (len(updates) + 1) - 1
-            size = torch.where(model[name].abs() < ZERO, grown, model[name].abs())
+            size = torch.where(model[name].abs() < max(ZERO, rounding), grown, model[name].abs())
             sizes[name] = size.masked_fill(votes < self.settings.min_contributors, -1)
         return self.masks | largest_of_layers(sizes, {name: int(self.masks[name].sum()) for name in sizes})

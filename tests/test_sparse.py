@@ -21,6 +21,7 @@ from fedsub_app.federation.protocol import BadReply, Update
 from fedsub_app.models import tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
+from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, scatter
 from fedsub_app.subnets.pruning import prunable
 from fedsub_app.subnets.sparsity import exchanged, kept_counts, largest
@@ -286,6 +287,18 @@ def test_the_largest_merged_weights_stay_whatever_their_sign() -> None:
     updates = [Update(client, {f"{MASK}fc1.weight": own}, {}, 20) for client in range(2)]
     adjusted = strategy.adjusted({"fc1.weight": model}, updates)
     assert adjusted["fc1.weight"].nonzero().tolist() == [[0, 0], [0, 1], [0, 3]]
+
+
+def test_the_rounding_of_a_secure_sum_is_no_weight() -> None:
+    """With a range of 1000: a grown weight of two votes, whose mean is rounded, stays behind one of three votes."""
+    keys: dict[str, Any] = {"secure_aggregation": True, "secure_range": 1000.0, "min_contributors": 2}
+    strategy, _ = made("feddst", **keys, weighting="uniform", num_clients=5)
+    model, votes, mask = torch.zeros(3, *strategy.shapes["fc1.weight"])
+    model[0, :3], votes[0, :3], mask[0, :2] = torch.tensor([1.0, 1e-6, 0.0]), torch.tensor([3.0, 2.0, 3.0]), 1
+    strategy.masks = {"fc1.weight": mask.bool()}
+    updates = [Update(0, {f"{AT}fc1.weight": votes}, {}, 20), *(Update(client, {}, {}, 20) for client in (1, 2))]
+    adjusted = strategy.adjusted({"fc1.weight": model}, updates)["fc1.weight"]
+    assert adjusted.nonzero().tolist() == [[0, 0], [0, 2]]
 
 
 def test_robust_holds_saliencies_against_each_other() -> None:
