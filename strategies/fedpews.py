@@ -31,6 +31,7 @@ from typing import ClassVar
 
 import torch
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
@@ -60,6 +61,9 @@ class FedPeWS(SubnetStrategy):
 
     def setup(self) -> None:
         settings = self.settings
+        if settings.secure_aggregation and self.options.others == "mean" and settings.secure_range < 1:
+            why = "with fedpews.others = 'mean', whose probabilities are summed"
+            raise UserError(f"secure-range = {settings.secure_range:g}: at least 1 {why}")
         self.hidden = sum(group.size for group in self.units)
         starts = [first_scores(self.options, settings.seed, i, self.hidden) for i in range(settings.num_clients)]
         # Every client's last mask, or its probabilities, [N, h]; with secure-aggregation each row is, from the first

@@ -55,6 +55,8 @@ class FedPM(SubnetStrategy):
         if settings.trainable:
             why = "fedpm masks random weights that stay; allowed is '', the whole network"
             raise UserError(f"trainable = {settings.trainable!r}: {why}")
+        if settings.secure_aggregation and settings.secure_range < 1:
+            raise UserError(f"secure-range = {settings.secure_range:g}: at least 1 with fedpm, whose masks are summed")
         weight_names(settings, self.model)
         self.signed = signed_constants(self.model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}  # of each weight

@@ -672,6 +672,12 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
         ("fedselect", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
         ("fjord", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
         ("heterofl", {"heterofl__widths": "0.25, 0.5, 1"}, "secure-masks = 'secret': not with 1 of 5 clients, whose"),
+        ("fedpm", {"secure_range": 0.5}, "secure-range = 0.5: at least 1 with fedpm, whose masks are summed"),
+        (
+            "fedpews",
+            {"fedpews__others": "mean", "secure_range": 0.5},
+            "secure-range = 0.5: at least 1 with fedpews.oth",
+        ),
         ("feddrop", {"feddrop__masked_loss": True}, "not with 5 of 5 clients, whose units fewer than min-contributors"),
     ],
 )
