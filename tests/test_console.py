@@ -123,6 +123,9 @@ def test_a_plan_and_the_opening() -> None:
     said = plan(resolve(SMALL | {"method": "fedavg", **robust})).splitlines()
     assert f"0.243 GFLOPs a round on average: local-steps = 3 {rest}" in said[5]
     assert f"{(data + 7 * model + 2 * 4 * model) / 1e6:.2f} MB of tensors on the server" in said[6]
+    said = plan(resolve(SMALL | {"method": "fedpm", "secure-aggregation": True})).splitlines()
+    protocol = "without the protocol's keys, shares and positions"
+    assert f"1.23 MB down, 1.23 MB up by the formula, 4 clients, {protocol}" in said[4], "a vector for a mask"
     many = plan(resolve(SMALL | {"method": "fedavg", "num-clients": 25}))
     assert "\n25 clients: 8 to 8 training samples (median 8), " in many
 

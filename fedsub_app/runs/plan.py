@@ -18,6 +18,7 @@ from fedsub_app.training.costs import training_flops
 from fedsub_app.training.stacked import MAX_STACKED
 from fedsub_app.training.workplace import KEPT_BYTES
 from strategies.base import SubnetStrategy
+from strategies.secure import SecureMerging
 from strategies.server import Facts
 
 MAX_CLIENTS = 20  # with more clients the partition is summed up
@@ -62,13 +63,16 @@ def _rounds(strategy: SubnetStrategy) -> Iterable[tuple[int, str, str]]:
         strategy.round = number
         clients = [client for client in strategy.federation.sample(number) if strategy.fits(client)]
         down = sum(formula_bytes(strategy.task(client).tensors) for client in clients)
-        expected = [strategy.expected(client) for client in clients]
+        on = strategy.settings.secure_aggregation
+        secure = SecureMerging(strategy, clients, None) if on else None  # type: ignore[arg-type]  # nobody is asked
+        expected = [(secure or strategy).expected(client) for client in clients]
         most = [{n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in of.items()} for of in expected]
-        up = sum(map(formula_bytes, most))
+        up = sum(map(formula_bytes, most)) + (secure.later * len(clients) if secure else 0)
         exact = not any(spec.up_to or spec.optional for specs in expected for spec in specs.values())
         bound = "" if exact else "at most "
         sizes = f"{human_bytes(down)} down, {bound}{human_bytes(up)} up by the formula"
-        yield number, name, f"{sizes}, {len(clients)} clients"
+        beside = ", without the protocol's keys, shares and positions" if secure else ""
+        yield number, name, f"{sizes}, {len(clients)} clients{beside}"
 
 
 def _training(strategy: SubnetStrategy, partition: Partition, sample_flops: int) -> str:
