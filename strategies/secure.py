@@ -19,6 +19,7 @@ from fedsub_app.federation.nodes import takes_part
 from fedsub_app.federation.phase import Dropped
 from fedsub_app.federation.protocol import Spec, Task, Update, formula_bytes
 from fedsub_app.secure.client import AT, COUNTS, COVERED, OPEN, SUM
+from fedsub_app.secure.secagg import COMPLETE
 from fedsub_app.secure.server import Session, Unopened
 from fedsub_app.secure.vectors import Layout, Scale, counted, counting
 from fedsub_app.subnets.averaging import Contribution
@@ -37,8 +38,11 @@ def refusal(strategy: Hooks) -> str:
 
 
 def check_secure(strategy: Hooks) -> None:
-    """Refuse settings by which a client's values or positions can be read off the sums."""
+    """Refuse settings by which a client's values or positions can be read off the sums, or no run could be resumed."""
     settings, of = strategy.settings, type(strategy)
+    if settings.checkpoint_every > 1 and settings.sample_size > COMPLETE + 1:
+        why = f"with secure-aggregation = true and more than {COMPLETE + 1} clients a round, which is not opened twice"
+        raise UserError(f"checkpoint-every = {settings.checkpoint_every}: must be 1 {why}")
     chosen = of.chooses_positions is not Hooks.chooses_positions
     if (chosen or of.known_positions is not Hooks.known_positions) and settings.min_contributors < 2:
         method = f"method = {settings.method!r}, whose clients have other positions"

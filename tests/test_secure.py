@@ -673,11 +673,8 @@ def test_a_method_says_whether_sums_are_enough(method: str) -> None:
         ("fjord", {"min_contributors": 1}, "min-contributors = 1: at least 2 with secure-aggregation"),
         ("heterofl", {"heterofl__widths": "0.25, 0.5, 1"}, "secure-masks = 'secret': not with 1 of 5 clients, whose"),
         ("fedpm", {"secure_range": 0.5}, "secure-range = 0.5: at least 1 with fedpm, whose masks are summed"),
-        (
-            "fedpews",
-            {"fedpews__others": "mean", "secure_range": 0.5},
-            "secure-range = 0.5: at least 1 with fedpews.oth",
-        ),
+        ("fedpews", {"fedpews__others": "mean", "secure_range": 0.5}, "secure-range = 0.5: at least 1 with fedpews"),
+        ("fedavg", {"num_clients": 26, "checkpoint_every": 2}, "checkpoint-every = 2: must be 1 with secure-aggreg"),
         ("feddrop", {"feddrop__masked_loss": True}, "not with 5 of 5 clients, whose units fewer than min-contributors"),
     ],
 )
