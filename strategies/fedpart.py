@@ -63,14 +63,16 @@ class FedPart(SubnetStrategy):
             self._check_held()
 
     def _check_held(self) -> None:
-        """Refuse devices of which none can hold what some round trains."""
+        """Refuse devices of which too few can hold what some round trains."""
+        least = max(self.settings.least_replies, 3 * self.settings.secure_aggregation)
         clients = [client for client, there in enumerate(takes_part(self.settings)) if there]
         cycle = self.options.full_rounds + len(self.groups) * self.options.rounds_per_group
         for number in range(1, min(cycle, self.settings.num_rounds) + 1):
             self.round = number
-            if not any(map(self.fits, clients)):
+            if (able := sum(map(self.fits, clients))) < least:
                 what = "the whole network" if self.group is None else f"layer group {self.group}"
-                raise UserError(f"devices: no class can hold {what}, which round {number} trains")
+                who = f"{able} of {len(clients)} clients can" if able else "no class can"
+                raise UserError(f"devices: {who} hold {what}, which round {number} trains; a round needs {least}")
         self.round = 0
 
     @property

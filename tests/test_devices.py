@@ -424,6 +424,15 @@ def test_fedpart_refuses_devices_of_which_none_holds_what_a_round_trains(full: i
         made(str(path), method="fedpart", **{"fedpart.full-rounds": full})
 
 
+@pytest.mark.parametrize("keys", [{"secure_aggregation": True}, {"min_replies": 3}], ids=str)
+def test_fedpart_refuses_devices_of_which_fewer_hold_what_a_round_trains_than_it_needs(
+    keys: dict[str, Any], two: str
+) -> None:
+    said = "devices: 2 of 4 clients can hold the whole network, which round 1 trains; a round needs 3"
+    with pytest.raises(UserError, match=said):
+        made(two, method="fedpart", **keys)
+
+
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
 def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
     strategy = made(two, method=method)
