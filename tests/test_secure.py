@@ -754,6 +754,19 @@ def test_a_round_is_not_opened_again_with_other_clients(tmp_path: Path) -> None:
         Secrets(tmp_path, 3, 0).open_once(COUNTS, [1, 2, 4], [])
 
 
+def test_the_record_of_openings_is_no_longer_after_a_repeated_one_and_may_be_torn(tmp_path: Path) -> None:
+    store = Secrets(tmp_path, 3, 0)
+    store.begin(change=torch.zeros(1))
+    path = tmp_path / "secure" / "client-000000.opened"
+    path.write_text("round-000002/secure/su")  # the machine failed, so that the client has not answered
+    store.open_once(SUM, [1, 2], [])
+    once = path.read_text()
+    store.open_once(SUM, [1, 2], [])
+    assert path.read_text() == once
+    with pytest.raises(ProtocolError, match="this round was opened before, with other clients"):
+        store.open_once(SUM, [1, 2, 4], [])
+
+
 def test_the_documented_methods_are_those_that_take_it() -> None:
     """Each method is in one row of docs/security.md: "yes", or "no:" and the reason that the run is refused with."""
     text = (Path(__file__).parents[1] / "docs" / "security.md").read_text().partition("\n## Secure aggregation")[2]

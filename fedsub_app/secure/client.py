@@ -73,11 +73,12 @@ class Secrets:
         path = self.path.parents[1] / f"{self.path.stem}.opened"
         mark = sha256(json.dumps([alive, lost]).encode()).hexdigest()
         lines = path.read_text().splitlines() if path.exists() else []
-        place = f"{self.path.parent.name}/{step}"
-        if dict(line.split() for line in lines).get(place, mark) != mark:
+        place, opened = f"{self.path.parent.name}/{step}", dict(line.split() for line in lines if " " in line)
+        if opened.get(place, mark) != mark:
             raise ProtocolError("this round was opened before, with other clients")
-        with open(path, "a", opener=private) as file:
-            print(place, mark, file=file)
+        if place not in opened:
+            with open(path, "a", opener=private) as file:
+                print(f"\n{place} {mark}", file=file)  # a power cut may have torn the line before
 
     def keep(self, member: Member) -> None:
         """Write the secrets, without waiting for the disk: a client whose machine fails is lost in its round."""
