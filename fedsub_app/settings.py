@@ -141,7 +141,7 @@ class TrainingSettings(Section):
     model_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
     start_from: TextOrNone = None
-    """Initial global model: a .safetensors file, a checkpoint, or a run's directory for its last model; "": by the seed.
+    """Initial global model: a .safetensors file, a checkpoint or a run's directory for its last model; "": by the seed.
 
     The server reads it. Its tensors must have the names, shapes and types of the network's; with trainable, those of
     the trained tensors.
