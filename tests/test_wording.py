@@ -1,4 +1,4 @@
-"""English that is read once: no sentence of a page, a docstring or a comment begins without its subject."""
+"""Pages that are true and read once: the tests that they name are there; no sentence begins without its subject."""
 
 import ast
 import re
@@ -36,3 +36,13 @@ def test_no_sentence_begins_without_its_subject() -> None:
         if WITHOUT_SUBJECT.match(sentence)
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    """Its whole name, the beginning of it before "…", or its file."""
+    files = list((PROJECT / "tests").rglob("*.py"))
+    there = {name for path in files for name in (path.name, *re.findall(r"def (test_\w+)", path.read_text()))}
+    for page in ("bad-input.md", "security.md"):
+        for name, more in re.findall(r"`(test_[\w.]+)(…?)`", (PROJECT / "docs" / page).read_text()):
+            found = any(each.startswith(name) for each in there) if more else name in there
+            assert found, f"{page}: {name}{more}"
