@@ -88,7 +88,7 @@ class RunSettings(Section):
     """Stop after the round in which the clients' training FLOPs reach this; 0: no limit.
 
     That round is evaluated and the run is complete; the summary's ``ended-by`` names the key. Clients whose answers
-    were refused do not count. Flower's own loop ignores the key.
+    were refused do not count. Flower's own loop refuses the key.
     """
     max_bytes: AmountOrNone = None
     """Stop after the round in which the bytes of all messages, by the papers' formula, reach this; 0: no limit."""
@@ -136,7 +136,8 @@ class TrainingSettings(Section):
     model: str = "fedpews-cnn"
     """A name of `fedsub list models`, or a network of your own or of a package: docs/own-network.md.
 
-    "my_net.py:Net", "package.module:Net", "torchvision:NAME", "timm:NAME", "transformers:FOLDER or name on the hub".
+    "my_net.py:Net", "package.module:Net", "torchvision:NAME", "timm:NAME", "transformers:FOLDER or name on the hub",
+    "package:NAME" (docs/fine-tuning.md).
     """
     model_options: Annotated[str, AfterValidator(readable)] = ""
     """Arguments of a network of your own or of a package: "width=32, norm='group'"."""
@@ -147,7 +148,7 @@ class TrainingSettings(Section):
     the trained tensors.
     """
     head: str = ""
-    """Name of the layer that is the head of FedPer, MOON and FedPAC; "": the last Linear."""
+    """Layer that is the head, for FedPer, MOON, HeteroFL and others; "": the last Linear, else convolution."""
     trainable: str = ""
     """Part that is trained and sent: lora, head, bias, norm, last-2-blocks or names of layers; "": all.
 

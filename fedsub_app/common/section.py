@@ -48,8 +48,8 @@ class ClientsSettings(Section):
     private_examples: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Upper bound of a client's training samples where each node has private data; 0: all clients share one data set.
 
-    A node with private data is one client: its ``--node-config`` has ``private-data="/path"``, an .npz file or image
-    folder with the classes of the server's ``dataset``. The server tests the global model on its own data set.
+    A node with private data is one client: its ``--node-config`` has ``private-data="/path"``, an .npz file, image
+    folder or table with the classes of the server's ``dataset``. The server tests the global model on its own data set.
     """
 
 

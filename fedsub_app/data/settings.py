@@ -83,7 +83,7 @@ class DataSettings(SeedSettings):
     group: str = ""
     """Column of a source's groups, the natural clients of partition = "column"; "file": the file's name; "": none."""
     tokenizer: str = "characters"
-    """Tokens of texts: characters, words, bpe (made of the training texts), or "transformers:FOLDER or name"."""
+    """Tokens of texts: characters, words, bpe (of training texts), "transformers:FOLDER or name", "package:NAME"."""
     tokens: Count = 64
     """Tokens of a sample of text; a longer text is cut, and next-token makes further samples of the rest."""
     vocabulary: Annotated[int, Field(ge=3, le=1_000_000)] = 8_000
