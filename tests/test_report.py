@@ -325,6 +325,11 @@ def test_export(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFix
     assert len(found) == 2 * 2 * 3
     told: Json = lines[2]["evaluated"]["1"]
     assert float(found["fedpews, seed 0", "2", "1"]["personal-accuracy"]) == told["personal-accuracy"]
+    keys = KEYS | {"method": "fedavg", "num-rounds": 1, "evaluate": "global", "run-dir": str(tmp_path / "d")}
+    run_experiment(LocalGrid(app, keys), settings_of(keys))
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "d"), "--clients"]) == 2
+    assert capsys.readouterr().err.startswith("error: --clients: no client was evaluated; ")
 
 
 @pytest.mark.slow

@@ -107,7 +107,9 @@ def export(
     from fedsub_app.reports.records import named_runs, read_run
 
     runs = dict(named_runs([read_run(folder) for folder in folders]))
-    text = csv_of(rows_of_clients(runs) if clients else rows_of_rounds(runs))
+    if not (rows := rows_of_clients(runs) if clients else rows_of_rounds(runs)) and clients:
+        raise UserError("--clients: no client was evaluated; the key evaluate must name global-local or personal")
+    text = csv_of(rows)
     if out:
         out.write_text(text)
         print(out)
