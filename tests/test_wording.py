@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,9 @@ def test_every_test_that_a_page_names_is_there() -> None:
         for name, more in re.findall(r"`(test_[\w.]+)(…?)`", (PROJECT / "docs" / page).read_text()):
             found = any(each.startswith(name) for each in there) if more else name in there
             assert found, f"{page}: {name}{more}"
+
+
+def test_every_extra_is_on_the_page_of_installation() -> None:
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (PROJECT / "docs/install.md").read_text()
+    assert not [name for name in extras if f"`{name}`" not in page and name != "dev"]
