@@ -233,7 +233,7 @@ class Training:
     step : ``(training, x, y) -> detached loss`` instead of :meth:`descend`; it counts its passes beyond ``descend``
         with :meth:`spend`.
     shift : tensors by name, added to the gradients of the trained tensors.
-    correct : changes the gradients (named tensors) in place, after the objective's term, before the optimizer's step.
+    correct : changes the gradients (named tensors) in place, after MOON's term, before FedProx's, shift and keep.
     keep : tensor name -> bool of its shape: the positions that are trained; a missing tensor is trained whole.
     objective : instead of the setting's; ``Objective()`` for none.
     batch_statistics : BatchNorm on batch statistics everywhere (``True``) or nowhere (``False``), instead of where its
