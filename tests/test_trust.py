@@ -278,7 +278,7 @@ def test_a_silent_node_is_named_and_waited_for_no_longer_than_is_fair(
         def wait(self, seconds: float) -> None:
             now[0] += 5
 
-    for simulated, ended, reason in ((False, 225, "no reply within 200 s, 10 times as long"), (True, 905, "no reply")):
+    for simulated, ended, reason in ((False, 225, "no reply within 200 s; the median"), (True, 905, "no reply")):
         caplog.clear()
         now[0] = 0.0
         fed = federation(num_clients=6, placement="pinned", round_timeout=900.0)
@@ -316,7 +316,7 @@ def test_a_node_that_falls_silent_after_a_first_reply_is_given_up(monkeypatch: p
     grid = Silent(answering, {}, 2)  # type: ignore[arg-type]
     assert [client for client, _, _ in fed.answers(phase, fed.exchange(grid, phase), nothing)] == [0, 1, 2, 4]
     assert [drop.client for drop in phase.dropped] == [3, 5]
-    assert all(drop.reason.startswith("no reply within 120 s, 10 times") for drop in phase.dropped)
+    assert {drop.reason for drop in phase.dropped} == {"no reply within 120 s; the median node took 0 s"}
     assert 140 <= now[0] <= 150
 
 

@@ -240,7 +240,7 @@ class Federation:
         fair = max(FAIR_S, FAIR * median_low(times or [math.inf]))
         for message_id, (sent, since) in list(flying.items()):
             if now - since > fair:
-                reason = f"no reply within {fair:.0f} s, {FAIR} times as long as the other nodes took"
+                reason = f"no reply within {fair:.0f} s; the median node took {median_low(times):.0f} s"
                 phase.drop(phase.clients_of_message(message_id), reason)
                 phase.give_up(sent.dst_node_id, reason)
                 del flying[message_id]
