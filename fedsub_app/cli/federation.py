@@ -117,7 +117,7 @@ def node(
     install: Annotated[bool, Option("--install", help="write a systemd unit instead of starting the node")] = False,
     user: Annotated[str, Option(help="with --install: the unit's user")] = "fedsub",
     unit: Annotated[
-        Path | None, Option(metavar="FILE", help="with --install: the unit's file (default: fedsub-node.service)")
+        Path | None, Option(metavar="FILE", help="with --install: its file (default: in /etc/systemd/system)")
     ] = None,
 ) -> int:
     """Start this machine's node of a federation, after a check of key, data and SuperLink."""
