@@ -969,15 +969,17 @@ def test_a_run_of_objects_says_what_it_lacks(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"num-clients": 2, "num-rounds": 1, "partition": "iid", "run-dir": str(tmp_path / "run")}
     data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
     record = fedsub.run(keys, model=wide, data=data)
-    with pytest.raises(fedsub.UserError, match=r"^dataset = 'own': an object of the program that ran it; load its"):
-        record.model()
+    again = {"run-dir": str(record.folder), "resume": True, "num-rounds": 2}
+    for use in (record.model, lambda: fedsub.run(again)):
+        with pytest.raises(fedsub.UserError, match=r"^dataset = 'own': an object of .*; resume with model= and data="):
+            use()
 
     def other() -> nn.Module:
         return mlp(64, 10, [100], batch_norm=True)
 
     other.__name__ = "wide"
     with pytest.raises(fedsub.UserError, match=r"its model is another network's: 'fc1.weight' has shape \(1000"):
-        fedsub.run({"run-dir": str(record.folder), "resume": True, "num-rounds": 2}, model=other, data=data)
+        fedsub.run(again, model=other, data=data)
 
 
 def test_run_wants_both() -> None:

@@ -137,7 +137,7 @@ def _own(name: str, settings: DataSettings) -> Source | dict[str, Source]:
         forms = f"{name}.npz, {name}/[{{train,test}}/ or <domain>/]<class>/, {name}{{{','.join(ARCHIVES)}}}"
         known = one_of(name, dataset_names(str(data)))
         if name == OWN:  # of fedsub.run(…, model=, data=), or of an app
-            what = "an object of the program that ran it; load its model.safetensors into your network"
+            what = "an object of the program that ran it; resume with model= and data=, or load its model.safetensors"
             raise UserError(f"dataset = {name!r}: {what}")
         raise UserError(f"dataset = {name!r}: no such name, and no {forms} in {data} or its subfolders; known: {known}")
     train, test = read_npz(file) if file.suffix == ".npz" else read_files(settings, file)
