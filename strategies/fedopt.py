@@ -9,9 +9,10 @@ https://arxiv.org/abs/2003.00295, Algorithm 2. With the pseudo-gradient ``D = me
     v <- beta2 v + (1 - beta2) D²              (FedAdam)
     w <- w + lr m / (sqrt(v) + tau)
 
-The defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237. Deviations:
+FedAdam's defaults are those of Hu et al. 2023, https://arxiv.org/abs/2309.03237; FedYogi has the same, and FedAdagrad
+no first moment. Deviations:
 
-- v begins at 0 as in their experiments; Reddi's smallest start is tau². There is no bias correction.
+- v begins at 0 as in Hu et al.'s experiments; Reddi's smallest start is tau². There is no bias correction.
 - Their code adds the first client's weights to D instead of the change of these weights, makes a new client optimizer
   for every batch, and gives FedAdam ten times the others' samples; none of this is repeated.
 - BatchNorm's running statistics are averaged: v does not measure them.

@@ -17,6 +17,7 @@ Deviations from the paper or the published code:
 - A later cycle sends the groups by name; the published code would write the wrong layer there.
 - A client that has no model of an earlier round gets the full one (``stale = "full-first"``); as published it would
   train a random network with one layer replaced (``faithful``). ``sync-all`` sends every group that is outdated.
+- ``weighting = "examples"`` counts samples; the published code counts a client's mini-batches.
 - ``momentum = "mean"`` weighs all clients alike (Section 3.2: "simply computing the mean"; Section 4: by their data).
 - A negative similarity counts as 0. As published it is a negative weight, which can make a second moment negative: Adam
   then has no step, and with 0 in the moment's place its steps are so large that the model is lost

@@ -18,6 +18,7 @@ Deviations from the papers or the authors' code (IST_FL):
   bias is averaged.
 - A client's optimizer is fresh in every round (Appendix B.2). The authors' IST code keeps one per client, whose
   momentum is then that of other neurons.
+- The learning rate falls in the rounds that the paper says (``lr-decay-at``); in the authors' code it hardly ever does.
 - The permutation is drawn anew from seed and round, so that a round needs no state; theirs shuffles the last one.
 - BatchNorm on batch statistics is evaluated on random batches of 512, the same ones each time; their batches have 32
   samples and are drawn anew. Running statistics, where a network has them, go with their units.
