@@ -336,6 +336,47 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
         task_of(f"{tmp_path}/my_task.py:Half")
 
 
+PIXELS = """
+import fedsub
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+class Pixels(fedsub.Task):
+    def outputs(self, y):
+        return 2
+
+    def output(self, y, outputs):
+        return (outputs, *y.shape[1:])
+
+    def loss(self, output, y, reduction="mean"):
+        return cross_entropy(output, y) * (len(y) if reduction == "sum" else 1)
+
+    def sums(self, output, y):
+        return {"right": float((output.argmax(1) == y).float().mean((1, 2)).sum()), "count": len(y)}
+
+    def metrics(self, sums):
+        return {"score": sums["right"] / sums["count"], "loss": 0.0}
+
+def net(in_shape, num_classes):
+    return nn.Conv2d(in_shape[0], num_classes, 3, padding=1)
+
+def load(seed):
+    x = torch.randn(12, 1, 5, 6)
+    return (x[:8], (x[:8, 0] > 0).long()), (x[8:], (x[8:, 0] > 0).long())
+"""
+
+
+@pytest.mark.run
+def test_a_task_may_have_outputs_before_other_axes(tmp_path: Path) -> None:
+    """As a segmentation's classes, [n, classes, height, width]; the network was asked for 6 classes, the width."""
+    (tmp_path / "my.py").write_text(PIXELS)
+    names = {"task": "Pixels", "model": "net", "dataset": "load"}
+    keys = {"method": "fedavg", "partition": "iid", "num-rounds": 1, "run-dir": str(tmp_path / "run")}
+    keys |= {key: f"{tmp_path}/my.py:{name}" for key, name in names.items()}
+    assert fedsub_app.run(keys).model().weight.shape == (2, 1, 3, 3)  # type: ignore[arg-type]
+
+
 @pytest.mark.run
 def test_objects_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))

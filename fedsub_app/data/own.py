@@ -69,12 +69,13 @@ def dataset_of(
 ) -> Dataset:
     """Return the data set of two splits; ``output``: shape of an output; ``sources``: default the sorted groups."""
     where = "" if name == OWN else f"dataset = {name!r}, "
-    targets = []
+    targets, outputs = [], output[-1] if output else 0
     if not len(train.y):  # such as texts of one token each
         raise UserError(f"{where}train: no samples")
     for part, one in (("train", train), ("test", test)):
         try:
-            output = output or task.output(train.y, max(map(task.outputs, (train.y, test.y))))
+            outputs = outputs or max(map(task.outputs, (train.y, test.y)))
+            output = output or task.output(train.y, outputs)
             targets.append(task.targets(one.y, output))
         except ValueError as error:
             raise UserError(f"{where}{part}: {error}") from None
@@ -86,7 +87,7 @@ def dataset_of(
         for one in (train, test)
     )
     train_y, test_y = targets
-    return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), output[-1], names, notes, form)
+    return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), outputs, names, notes, form)
 
 
 def _split(data: object, name: str, collate: Collate | None, like: Split | None = None) -> Split:
