@@ -138,7 +138,7 @@ def test_the_problem_of_a_users_network(file: Path) -> None:
         ("FILE:Net", "width='x'", "model = .*my_net.py:Net': TypeError: "),
         ("FILE:Net", "depth=3", "unexpected keyword argument 'depth'"),
         ("FILE:no_network", "", "gives a int; allowed is a torch.nn.Module"),
-        ("FILE:one_class_more", "", r"answers 2 inputs with \[2, 11\]; allowed is \[2, 10\]"),
+        ("FILE:one_class_more", "", r"answers 2 inputs with \[2, 11\]; allowed by task and labels is \[2, 10\]"),
         ("FILE:half", "", "has torch.float16 parameters to train; allowed are torch.float32 ones"),
         ("no_such_package:Net", "", "No module named 'no_such_package'"),
         ("torchvision:resnet19", "", "model = 'torchvision:resnet19': .*Unknown model resnet19"),

@@ -105,7 +105,7 @@ def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[i
         output = answer(model, who, in_shape, training)
         if not isinstance(output, Tensor) or output.shape != (2, *outputs):
             came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise UserError(f"{who}: answers 2 inputs with {came}; allowed is {[2, *outputs]}, a logit a class")
+            raise UserError(f"{who}: answers 2 inputs with {came}; allowed by task and labels is {[2, *outputs]}")
 
 
 def numbers(in_shape: Shape, model: str) -> tuple[int, ...]:
