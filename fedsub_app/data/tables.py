@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 IDS = ("input_ids", "attention_mask")  # as transformers names them
 SPLIT, FILE = "split", "file"  # column of "train" or "test"; column that is added: name of a row's file
 NUMBERS = "biuf"  # kinds of NumPy's types
-HELD_OUT = f"it comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
+HELD_OUT = f"the table comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
 
 
 def load_source(wanted: DataSettings, task: Task) -> Dataset:
