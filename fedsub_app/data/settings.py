@@ -126,9 +126,9 @@ class PartitionSettings(SeedSettings, ClientsSettings):
     ``iid``: random, sizes differ by at most 1; ``quantity``: random, sizes by a Dirichlet draw; ``dirichlet``: each
     class by its own Dirichlet draw; ``shards``: shards of the data sorted by label, whose sizes differ by at most 1;
     ``classes``: some classes a client; ``source``: one client a source of a combined data set, or a domain;
-    ``source-classes``: the same, some of its classes; ``lists``: classes as written in ``class-lists``; ``column``:
-    whole groups of the column ``group``, or sources, one or more a client; where the clients are a multiple of the
-    groups, each group is dealt over equally many clients; ``flwr:NAME``: a partitioner of flwr-datasets, such as
+    ``source-classes``: as ``source``, with some of its classes; ``lists``: classes as written in ``class-lists``;
+    ``column``: whole groups of the column ``group``, or sources, one or more a client; where the clients are a multiple
+    of the groups, each group is dealt over equally many clients; ``flwr:NAME``: a partitioner of flwr-datasets, such as
     flwr:LinearPartitioner, with ``partition-options``.
     """
     partition_options: Annotated[str, AfterValidator(readable)] = ""
