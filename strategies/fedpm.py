@@ -29,7 +29,7 @@ from torch.nn.init import _calculate_fan_in_and_fan_out as fans
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, prefixed
-from fedsub_app.models import trainable
+from fedsub_app.models import trainable, turned
 from fedsub_app.subnets.pruning import prunable
 from strategies.base import Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.sparse import MASK, weight_names
@@ -92,9 +92,9 @@ class FedPM(SubnetStrategy):
 
 def signed_constants(model: nn.Module, initial: Mapping[str, Tensor]) -> Tensors:
     """Return the random network: trained weights and biases of convolutions and linear layers, by name."""
-    signed, trained = {}, trainable(model)
+    signed, trained, others = {}, trainable(model), turned(model)
     for weight in prunable(model, "unstructured").weights:
-        constant = (2 / fans(initial[weight])[0]) ** 0.5
+        constant = (2 / fans(initial[weight])[weight in others]) ** 0.5
         for name in (weight, weight.removesuffix("weight") + "bias"):
             if name in trained:
                 signed[name] = torch.where(initial[name] < 0, -constant, constant)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.models import Adapter, adapters, scale_of
+from fedsub_app.models import Adapter, adapters, scale_of, turned
 from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.parts import SharedPart
 from strategies.settings import HetLoRASettings
@@ -56,7 +56,7 @@ class FedIT(SubnetStrategy):
     def setup(self) -> None:
         super().setup()
         self.adapters = adapters(self.current)
-        self.scale = scale_of(self.model) if self.adapters else 1.0
+        self.scale, self.turned = scale_of(self.model) if self.adapters else 1.0, turned(self.model)
         if not self.adapters:
             self.warning = f"trainable = {self.settings.trainable!r}: without 'lora' {self.settings.method} is FedAvg"
 
@@ -77,6 +77,7 @@ class FedIT(SubnetStrategy):
         for adapter in self.adapters:
             exact = self.stacked(adapter, updates)
             layer = self.next_layer(adapter, exact, model)
+            layer |= {n: tensor.T for n, tensor in layer.items() if n in self.turned}
             model |= {n: tensor.float().reshape(model[n].shape).contiguous() for n, tensor in layer.items()}
             square += float((self.change(adapter, model) - exact[0] @ exact[1]).square().sum())
         return replace(merged, model=model, report={**merged.report, "merge-error": self.scale * math.sqrt(square)})
@@ -95,11 +96,15 @@ class FedIT(SubnetStrategy):
         product = model[adapter.b].double().flatten(1) @ model[adapter.a].double().flatten(1)
         if adapter.weight not in model:
             return product
-        moved = model[adapter.weight].double() - self.current[adapter.weight].double()
-        return product + moved.flatten(1) / self.scale
+        return product + (self.matrix(adapter, model) - self.matrix(adapter, self.current)) / self.scale
+
+    def matrix(self, adapter: Adapter, model: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight W of a model under an adapter, [out, in], float64."""
+        weight = model[adapter.weight].double()
+        return weight.T if adapter.weight in self.turned else weight.flatten(1)
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
-        """Return the tensors of an adapter that are not their mean; ``exact`` is :meth:`stacked`'s."""
+        """Return the tensors of an adapter that are not their mean, W as [out, in]; ``exact`` is :meth:`stacked`'s."""
         return {}
 
 
@@ -129,7 +134,7 @@ class FedExLoRA(FedIT):
 
     def next_layer(self, adapter: Adapter, exact: tuple[Tensor, Tensor], model: Tensors) -> Tensors:
         residual = exact[0] @ exact[1] - self.change(adapter, model)
-        return {adapter.weight: self.current[adapter.weight].double().flatten(1) + self.scale * residual}
+        return {adapter.weight: self.matrix(adapter, self.current) + self.scale * residual}
 
 
 class Ranked(FedIT, Sliced):
@@ -166,7 +171,7 @@ class FLoRA(Ranked):
         """Return W with the mean product, a new A and B = 0, as the package peft draws them."""
         draws = generator(self.settings.seed, self.round, adapter.layer)
         a = nn.init.kaiming_uniform_(torch.empty_like(model[adapter.a]), a=math.sqrt(5), generator=draws)
-        weight = self.current[adapter.weight].double().flatten(1) + self.scale * exact[0] @ exact[1]
+        weight = self.matrix(adapter, self.current) + self.scale * exact[0] @ exact[1]
         return {adapter.a: a, adapter.b: torch.zeros_like(model[adapter.b]), adapter.weight: weight}
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from test_methods import made
 from test_parts import BODY, HEAD, KEYS, initial, model_of
 from test_personal import Slow
+from torch import nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
@@ -112,6 +113,13 @@ def test_the_random_network_stays(run_local: Run) -> None:
         assert bool(((model[name] == weights) | (model[name] == 0)).all())
         assert bool((weights.sign() == torch.where(initial()[name] < 0, -1, 1)).all())
     assert float(signed["fc2.weight"].abs().max()) == pytest.approx((2 / 1000) ** 0.5)
+
+
+def test_the_constants_of_gpt2s_layers_are_of_their_inputs() -> None:
+    """Their weights are [in, out]."""
+    network = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 8), nn.Linear(3, 2))
+    signed = signed_constants(network, {name: tensor.detach() for name, tensor in tensors_of(network).items()})
+    assert [float(signed[f"{k}.weight"].abs().max()) for k in (0, 1)] == pytest.approx([(2 / 8) ** 0.5, (2 / 3) ** 0.5])
 
 
 def test_a_bit_a_weight_travels_up(run_local: Run) -> None:

@@ -40,6 +40,8 @@ class Net(nn.Module):
     def forward(self, x):
         return self.classes(self.norm(self.two(torch.relu(self.one(x.flatten(1))))))
 """
+# As GPT-2's layers: the weight is [in, out].
+TURNED = "from transformers.pytorch_utils import Conv1D\n" + NET.replace("nn.Linear(5, 6)", "Conv1D(6, 5)")
 RANK, SCALE = 4, 2.0
 Made = Callable[..., tuple[SubnetStrategy, Callable[..., Client]]]
 
@@ -52,9 +54,9 @@ def _with_peft() -> None:
 @pytest.fixture
 def made(tmp_path: Any) -> Made:
     """A function to a method's strategy over adapters of rank 4, and its client of a number, round and state."""
-    (tmp_path / "net.py").write_text(NET)
 
-    def make(method: str, **keys: Any) -> tuple[SubnetStrategy, Callable[..., Client]]:
+    def make(method: str, net: str = NET, **keys: Any) -> tuple[SubnetStrategy, Callable[..., Client]]:
+        (tmp_path / "net.py").write_text(net)
         usual = {"model": f"{tmp_path}/net.py:Net", "trainable": "lora", "lora-rank": RANK, "lora-alpha": RANK * SCALE}
         usual |= {
             "weighting": "uniform",
@@ -95,9 +97,9 @@ def products(strategy: SubnetStrategy, updates: list[Update]) -> list[list[Tenso
 def merged(strategy: SubnetStrategy, before: Tensors) -> list[Tensor]:
     """Return s B A of each adapter of the merged model, with the change of its W."""
     now = strategy.current
-    moved = [now[a.weight].double() - before[a.weight] if a.weight in now else 0.0 for a in adapters(now)]
     own = [SCALE * now[a.b].double() @ now[a.a].double() for a in adapters(now)]
-    return [product + change for product, change in zip(own, moved, strict=True)]
+    moved = [now[a.weight].double() - before[a.weight] if a.weight in now else torch.zeros(()) for a in adapters(now)]
+    return [p + (x.T if x.shape == p.T.shape else x) for p, x in zip(own, moved, strict=True)]
 
 
 def norm(matrices: list[Tensor]) -> float:
@@ -138,9 +140,10 @@ def test_fedit_of_equal_adapters_has_no_error_and_weighs_by_samples(made: Made) 
     assert report["merge-error"] == pytest.approx(distances(strategy, before, means), rel=1e-5)
 
 
+@pytest.mark.parametrize("net", [NET, TURNED], ids=["linear", "turned"])
 @pytest.mark.parametrize("method", ["ffa-lora", "fedex-lora", "flora"])
-def test_the_merged_model_computes_the_mean_of_the_clients(method: str, made: Made) -> None:
-    strategy, _ = made(method, **({"flora__widths": "1, 0.5, 0.25"} if method == "flora" else {}))
+def test_the_merged_model_computes_the_mean_of_the_clients(method: str, net: str, made: Made) -> None:
+    strategy, _ = made(method, net, **({"flora__widths": "1, 0.5, 0.25"} if method == "flora" else {}))
     if method == "ffa-lora":  # B of the start is 0
         assert all(strategy.current[a.a].any() and not strategy.current[a.b].any() for a in adapters(strategy.current))
     for seed in (0, 1):

@@ -113,6 +113,14 @@ def test_all_kinds_of_convolutions_are_pruned() -> None:
     assert plan.weights == tuple(f"{number}.weight" for number in range(len(kinds)))
 
 
+def test_the_layers_of_gpt2_are_pruned_like_linear_ones() -> None:
+    """Their weights are [in, out], in a class of transformers."""
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 8)
+    network = nn.Sequential(layer, nn.Linear(3, 2))
+    assert prunable(network, "unstructured").weights == ("0.weight", "1.weight")
+    assert prunable(layer, "unstructured").weights == ("weight",)
+
+
 def test_channels_by_hand() -> None:
     scales = {"a": torch.tensor([0.3, -0.1, -0.6, 0.5, 0.2, 0.4]), "b": torch.tensor([9.0, 8.0, 7.0, 6.0])}
     full = {"a": torch.ones(6, dtype=torch.bool), "b": torch.ones(4, dtype=torch.bool)}

@@ -106,6 +106,25 @@ def test_what_peft_and_transformers_load_computes_the_same(
     assert (logits(plain(bert)) - expected).abs().max() > 0.01
 
 
+def test_adapters_of_gpt2_are_what_peft_and_transformers_load(
+    keys: dict[str, Any], run_local: Run, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The weights of its layers are [in, out]; those of attention's output are square."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "pad_token_id": 0}
+    tokens = {"bos_token_id": 1, "eos_token_id": 1}
+    transformers.GPT2Model(transformers.GPT2Config(**sizes, **tokens)).save_pretrained(gpt2 := tmp_path / "gpt2")
+    own = keys | {"model": f"transformers:{gpt2}", "lora_targets": "c_attn, c_proj", "num_clients": 2}
+    for method in ("fedit", "flora"):
+        _, run = run_local(method, **own, method=method)
+        assert main(["export", str(run), "--merged", str(tmp_path / f"merged-{method}")]) == 0
+        torch.testing.assert_close(logits(classifier(tmp_path / f"merged-{method}")), ours(run), rtol=1e-4, atol=1e-5)
+    write_adapter(tmp_path / "fedit", tmp_path / "adapter")
+    torch.testing.assert_close(logits(adapted(gpt2, tmp_path / "adapter")), ours(tmp_path / "fedit"))
+    assert not [warning for warning in recwarn if "fan_in_fan_out" in str(warning.message)]
+
+
 def test_tensors_that_the_weights_lack_are_named(
     keys: dict[str, Any], bert: Path, run_local: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ from fedsub_app.data.files import read_pixels
 from fedsub_app.data.names import IMAGES
 from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.tables import unseen_rows
-from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, whole_names
+from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, turned, whole_names
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
 from fedsub_app.settings import Settings
@@ -172,6 +172,7 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
         r=rank,
         lora_alpha=scale_of(network) * rank,
         lora_dropout=settings.lora_dropout,
+        fan_in_fan_out=bool(turned(network)),
         target_modules=whole_names(adapter.layer for adapter in every),
         modules_to_save=saved if is_clear else None,
         base_model_name_or_path=settings.model.partition(":")[2],
@@ -187,13 +188,14 @@ def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
 def write_merged(run: Path, folder: Path, client: int | None = None) -> None:
     """Write all weights, the adapters added to those under them: a folder of transformers, or model.safetensors."""
     network, _, problem, settings = model_of(run, client)
-    state, scale = dict(network.state_dict()), scale_of(network)
+    state, scale, others = dict(network.state_dict()), scale_of(network), turned(network)
     if settings.trainable == "lora":  # else adapters are the network's own
         if tied := tied_weights(network):
             raise UserError(f"--merged: {tied[0]!r} is tied, other layers would have its adapter too; use --adapter")
         for a, b, weight in adapters(state):
             product = state[b].flatten(1) @ state[a].flatten(1)
-            state[weight] = state[weight].float() + scale * product.view(state[weight].shape)
+            product = product.T if weight in others else product
+            state[weight] = state[weight].float() + scale * product.reshape(state[weight].shape)
         state = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
     whole = problem.unfrozen()
     whole.load_state_dict(state)

@@ -10,6 +10,7 @@ package peft: a layer with the weight W computes W x + alpha / r * B A x, of whi
 
 import hashlib
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.models.groups import adapters, executed
+from fedsub_app.models.groups import adapters, executed, is_turned
 from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
 from fedsub_app.models.units import head_names, part_names
@@ -163,7 +164,8 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
         have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no such layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole_names(targets), **how), model)
+    with warnings.catch_warnings(action="ignore"):  # of GPT-2's layers, whose weights are turned
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole_names(targets), **how), model)
     for module in model.modules():  # in evaluation torch's fast path reads the weights under adapters itself
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -188,7 +190,8 @@ def _fits(module: nn.Module) -> bool:
     if isinstance(module, nn.Conv2d):
         plain = type(module).forward is nn.Conv2d.forward or type(module).__name__ == "Conv2dSame"
         return plain and module.groups == max(module.dilation) == 1 and module.padding_mode == "zeros"
-    return isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+    linear = isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+    return linear or is_turned(module)
 
 
 def _freeze(model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> None:

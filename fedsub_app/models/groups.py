@@ -120,7 +120,10 @@ def _order(model: nn.Module, in_shape: Shape) -> list[str]:
 
 
 class Adapter(NamedTuple):
-    """The names of an adapter's tensors: A ``[r, in, ...]``, B ``[out, r, ...]``, and of W ``[out, in, ...]``."""
+    """The names of an adapter's tensors: A ``[r, in, ...]``, B ``[out, r, ...]``, and of W ``[out, in, ...]``.
+
+    :func:`turned` has those W that are ``[in, out]``.
+    """
 
     a: str
     b: str
@@ -135,6 +138,16 @@ def adapters(names: Collection[str]) -> tuple[Adapter, ...]:
     """Return the LoRA adapters among a network's tensors, in their order."""
     layers = [name.removesuffix(_A) for name in names if name.endswith(_A)]
     return tuple(Adapter(f"{layer}{_A}", f"{layer}{_B}", f"{layer}{_W}") for layer in layers)
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Say whether a layer's weight is [in, out], as of transformers' Conv1D in GPT-2; a Linear's is [out, in]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+
+
+def turned(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights [in, out]."""
+    return frozenset(f"{name}.weight".removeprefix(".") for name, layer in model.named_modules() if is_turned(layer))
 
 
 def scale_of(model: nn.Module) -> float:

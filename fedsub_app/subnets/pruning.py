@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import UnitGroup, tensors_of, trainable, unit_groups
+from fedsub_app.models import UnitGroup, is_turned, tensors_of, trainable, unit_groups
 from fedsub_app.subnets.masks import expand
 from fedsub_app.subnets.slices import put, take
 
@@ -88,7 +88,8 @@ def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
     """
     kinds = {"unstructured": (nn.modules.conv._ConvNd, nn.Linear), "structured": (), "hybrid": (nn.Linear,)}[pruning]
     shapes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
-    layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    linear = nn.Linear in kinds
+    layers = [name for name, m in model.named_modules() if isinstance(m, kinds) or (linear and is_turned(m))]
     names = (f"{name}.weight".removeprefix(".") for name in layers)  # the network may be one layer
     trained = trainable(model)
     weights = tuple(name for name in names if name in trained)
