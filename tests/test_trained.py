@@ -125,6 +125,34 @@ def test_adapters_of_gpt2_are_what_peft_and_transformers_load(
     assert not [warning for warning in recwarn if "fan_in_fan_out" in str(warning.message)]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_is_tuned_for_the_next_token(
+    tied: bool, keys: dict[str, Any], run_local: Run, tmp_path: Path
+) -> None:
+    """It keeps the tokens of the tokenizer; its head has no adapter, and belongs to the base as the rest does."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=8, tie_word_embeddings=tied)
+    before = transformers.LlamaForCausalLM(config)
+    before.save_pretrained(tmp_path / "llama")
+    own = keys | {"model": f"transformers:{tmp_path}/llama", "lora_targets": "", "task": "next-token", "num_clients": 2}
+    _, run = run_local(**own, method="fedex-lora")
+    layers = {name.split(".")[-4] for name in load_file(run / "model.safetensors") if "lora_A" in name}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert main(["export", str(run), "--merged", str(tmp_path / "merged")]) == 0
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(whole.lm_head.weight, before.lm_head.weight[:10])  # eight words, [PAD] and [UNK]
+    x = torch.tensor([[3, 4, 5, 2]])
+    with torch.no_grad():
+        torch.testing.assert_close(whole.eval()(x).logits, model_of(run)[0](x), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(whole(x).logits, before.eval()(x).logits[..., :10])
+    with pytest.raises(
+        UserError, match=r"^model = 'transformers:.*': its weights have 12 tokens; the tokenizer's \d+ are"
+    ):
+        run_local("other", **own | {"tokenizer": "characters"})
+
+
 def test_tensors_that_the_weights_lack_are_named(
     keys: dict[str, Any], bert: Path, run_local: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

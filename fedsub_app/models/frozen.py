@@ -109,7 +109,11 @@ def base_bytes(model: nn.Module) -> int:
 def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
     every = tuple(tensors_of(model))
     head = {*head_names(model), *fresh_names(model)} & {*every}
-    if trained.what in ("lora", "head"):
+    if trained.what == "head":
+        return head
+    if _of_tokens(model):  # a language model's head is as trained as the rest
+        head &= {*fresh_names(model)}
+    if trained.what == "lora":
         return head
     if trained.what == "bias":
         leaves = {name: name.rpartition(".")[2] for name in every}  # bias_ih_l0: of a recurrent layer
@@ -157,7 +161,8 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
     except ImportError as error:
         needs = "needs the package peft; `pip install fedsub[adapters]`"
         raise UserError(f"trainable = 'lora': {needs} ({one_line(error)})") from None
-    layers = [path for path, m in model.named_modules() if f"{path}.weight" not in kept and _fits(m)]
+    named, base = dict(model.named_modules()), _of_tokens(model)
+    layers = [n for n, m in named.items() if f"{n}.weight" not in kept and _fits(m) and id(m.weight) not in base]
     ends = tuple(f".{target}" for target in trained.targets) or ("",)
     targets = [path for path in layers if f".{path}".endswith(ends)]
     if not targets:
@@ -171,6 +176,12 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def _of_tokens(model: nn.Module) -> set[int]:
+    """Return the ids of the weights that a language model of transformers has for each token: its head's; else none."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {id(head.weight)} if isinstance(head, nn.Linear) else set()
 
 
 def whole_names(layers: Iterable[str]) -> str:

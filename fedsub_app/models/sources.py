@@ -200,15 +200,24 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     pretrained = given.pop("pretrained", False)
     config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
     images = not isinstance(in_shape, Form) and len(in_shape) == 3
-    kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
-    if not pretrained:
-        net: nn.Module = kind.from_config(config, trust_remote_code=False)
-        return net
-    # No pickle: weights are read from safetensors alone.
-    how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    net, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, **how)
-    mismatched = (key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"])
-    return _with_fresh(net, sorted({*loading["missing_keys"], *mismatched}), len(net.state_dict()) // 2)
+    next_token = isinstance(in_shape, Form) and in_shape.single
+    what = "ImageClassification" if images else "CausalLM" if next_token else "SequenceClassification"
+    kind, fresh = getattr(transformers, f"AutoModelFor{what}"), list[str]()
+    if pretrained:  # no pickle: weights are read from safetensors alone
+        how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        net, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, **how)
+        mismatched = (key[0] if isinstance(key, tuple) else key for key in loading["mismatched_keys"])
+        fresh = sorted({*loading["missing_keys"], *mismatched})
+    else:
+        net = kind.from_config(config, trust_remote_code=False)
+    if next_token:  # the network may have more tokens than the tokenizer, as a multiple of 64
+        have = net.get_input_embeddings().num_embeddings
+        if pretrained and have < num_classes:
+            raise UserError(
+                f"model = {model!r}: its weights have {have} tokens; the tokenizer's {num_classes} are more"
+            )
+        net.resize_token_embeddings(num_classes, mean_resizing=False)
+    return _with_fresh(net, fresh, len(net.state_dict()) // 2) if pretrained else net
 
 
 def _packaged(model: str, name: str, in_shape: Shape, num_classes: int, options: Options) -> nn.Module:
