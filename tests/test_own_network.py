@@ -130,6 +130,14 @@ def test_the_problem_of_a_users_network(file: Path) -> None:
     assert tensors_of(problem.network())["head.weight"].shape == (10, 5)
 
 
+def test_the_frozen_base_of_a_changed_file(file: Path) -> None:
+    """Also in the next run of a process that has kept the base of the text before."""
+    settings = resolve({"model": f"{file}:Net", "model-options": "width=5", "trainable": "head"})
+    assert "first.weight" in Problem.of(settings).network().state_dict()
+    file.write_text(NETWORK.replace("first", "second"))
+    assert "second.weight" in Problem.of(settings).network().state_dict()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "line"),
     [

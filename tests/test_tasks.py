@@ -18,7 +18,7 @@ import fedsub_app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
-from fedsub_app.common.tasks import TASKS, MultiLabel, NextToken, Regression, Task, task_of
+from fedsub_app.common.tasks import TASKS, MultiLabel, NextToken, Regression, Task, registered, task_of
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.protocol import Update
@@ -31,6 +31,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import ended_by, summarise
 from fedsub_app.training.local import evaluate
+from fedsub_app.training.problem import Problem
 
 RMSE = TASKS["regression"].about
 
@@ -395,6 +396,26 @@ def test_objects_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     assert record.lines[-1]["global-half"] < record.lines[0]["global-half"]
     assert isinstance(task_of("own:Halved"), Task)
+
+
+def test_a_task_that_another_of_its_name_replaces(tmp_path: Path) -> None:
+    """Other numbers of the same class, or another text of the file: the next run of the process learns by these."""
+
+    class Scaled(Regression):
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+            return super().targets(y, output) * self.factor
+
+    file, same = tmp_path / "my_task.py", []
+    for factor in (0.5, 0.25):
+        file.write_text(OWN.replace("y.view(-1, 1)", f"y.view(-1, 1) * {factor}"))
+        of_file = f"{file}:Quantile"
+        problems = [Problem.of(resolve(DIABETES | {"task": name})) for name in (registered(Scaled(factor)), of_file)]
+        assert getattr(problems[0].task, "factor", 0) == factor
+        same.append([problem.data.train_y / factor for problem in problems])
+    assert all(torch.equal(before, now) for before, now in zip(*same, strict=True))
 
 
 @pytest.mark.run

@@ -16,7 +16,7 @@ from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Shape
-from fedsub_app.common.own_code import is_source
+from fedsub_app.common.own_code import is_source, state_of
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tasks import Task, measured, task_of
 from fedsub_app.common.tensors import CPU, Tensors
@@ -56,7 +56,8 @@ class Problem:
         data = load_dataset(settings.data)
         data = pooled(data) if settings.client_test == "pooled" else data
         width = settings.options.hidden_width(settings)
-        network = (in_data_folder(settings.model, settings.data_dir), width, settings.model_options)
+        model = in_data_folder(settings.model, settings.data_dir)
+        network = (model, width, settings.model_options, state_of(model))
         start = (settings.seed, settings.head, settings.model_width, trained_part(settings))
         return _named(data, (settings.task, settings.metrics), network, start)
 
@@ -203,10 +204,10 @@ def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]
 def _named(
     data: Dataset,
     wanted: tuple[str, tuple[str, ...]],
-    network: tuple[str, int | None, str],
+    network: tuple[str, int | None, str, str],
     start: tuple[int, str, float, models.Trained],
 ) -> Problem:
-    (model, hidden, options), task = network, task_of(*wanted)
+    (model, hidden, options, _), task = network, task_of(*wanted)
 
     def build(of_seed: int) -> nn.Module:
         return models.build_model(model, data.in_shape, data.num_classes, of_seed, hidden, options)
