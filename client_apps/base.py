@@ -53,13 +53,15 @@ class Client(ClientTools):
         # Here the failure is this client's alone; later the reply that it shares with others could not be packed.
         if not isinstance(answer, Mapping) or not all(isinstance(x, Tensor) for x in answer.values()):
             raise TypeError(f"{type(self).__name__} answers {shown(answer)}: must be tensors by name")
+        live = {x.untyped_storage().data_ptr() for x in self.network.tensors.values()}  # the next client's as well
+        copied = {n: x.detach().clone() if x.untyped_storage().data_ptr() in live else x for n, x in answer.items()}
         self.metrics |= {name: float(x) for name, x in self.metrics.items() if type(x) not in (int, float)}
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
         self.metrics["compute-seconds"] = float(f"{seconds:.4g}")
         examples = len(self.place.partition.train[self.id])
-        return Update(self.id, dict(answer), self.metrics, examples, state=(0, self.round if self.state else 0))
+        return Update(self.id, copied, self.metrics, examples, state=(0, self.round if self.state else 0))
 
     def run_evaluation(self, sent: Tensors, config: Json, wanted: list[str]) -> Update:
         """Return the ``wanted`` scores on the client's test and validation samples, and its own model's ``flops``."""

@@ -83,6 +83,25 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split()[0] for line in said["table"].splitlines()] == ["fedavg", "fedselect", "largest"]
 
 
+@pytest.mark.run
+def test_an_answer_of_the_networks_live_tensors(tmp_path: Path) -> None:
+    """The next client of the process trains the same network."""
+
+    class Live(Client):
+        def train(self, sent: Tensors, config: Json) -> Tensors:
+            super().train(sent, config)
+            return {name: tensor.view_as(tensor) for name, tensor in self.network.tensors.items()}
+
+    fedsub_app.register("live", Method("a test's", client=Live))
+    keys = {"dataset": "digits", "model": "feature-mlp", "num-clients": 3, "num-rounds": 1, "weighting": "uniform"}
+    try:
+        for name in ("live", "fedavg"):
+            fedsub_app.run({**keys, "method": name, "run-dir": str(tmp_path / name)})
+    finally:
+        forget("live")
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "fedavg")}) == 1
+
+
 @pytest.mark.parametrize("name", ["notebook", "fine-tuning"])
 def test_what_a_notebook_imports_is_there(name: str) -> None:
     notebook = nbformat.read(PROJECT / f"docs/{name}.ipynb", as_version=nbformat.NO_CONVERT)
