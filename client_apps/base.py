@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsub_app.common.errors import shown
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
@@ -46,10 +46,13 @@ class Client(ClientTools):
 
     def run_training(self, sent: Tensors, config: Json, measuring: bool = False) -> Update:
         """Train, or measure after the merge, and return the update with its costs."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), [(name, tensor, tensor._version) for name, tensor in sent.items()]
         with self.dropout("measurement" if measuring else "training"):
             answer: Any = (self.measure if measuring else self.train)(sent, config)
         seconds = time.perf_counter() - start - self.waited
+        if changed := [name for name, tensor, version in before if tensor._version != version]:
+            what = f"changes {changed[0]!r} in place, which other clients of its message have too; must copy it first"
+            raise UserError(f"{type(self).__name__} {what}")
         # Here the failure is this client's alone; later the reply that it shares with others could not be packed.
         if not isinstance(answer, Mapping) or not all(isinstance(x, Tensor) for x in answer.values()):
             raise TypeError(f"{type(self).__name__} answers {shown(answer)}: must be tensors by name")

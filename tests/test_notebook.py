@@ -26,7 +26,7 @@ from fedsub_app.reports.html import write_html
 from fedsub_app.reports.records import grouped, read_run
 from fedsub_app.runs.config import defaults, describe, resolve
 from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
-from fedsub_app.runs.recorded import settings_of
+from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import MethodSettings
 from strategies.base import SubnetStrategy
 
@@ -100,6 +100,24 @@ def test_an_answer_of_the_networks_live_tensors(tmp_path: Path) -> None:
     finally:
         forget("live")
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "fedavg")}) == 1
+
+
+@pytest.mark.run
+def test_a_client_that_changes_what_it_was_sent(tmp_path: Path) -> None:
+    """The next client of the message has the same tensors, so that the results would differ with ``workers``."""
+
+    class Adds(Client):
+        def train(self, sent: Tensors, config: Json) -> Tensors:
+            sent["fc2.bias"].add_(0.5)
+            return super().train(sent, config)
+
+    fedsub_app.register("adds", Method("a test's", client=Adds))
+    keys = {"dataset": "digits", "model": "feature-mlp", "num-clients": 3, "num-rounds": 1, "method": "adds"}
+    try:
+        with pytest.raises(RunFailed, match=r"failed: UserError: Adds changes 'fc2\.bias' in place, which other"):
+            fedsub_app.run({**keys, "run-dir": str(tmp_path / "run")})
+    finally:
+        forget("adds")
 
 
 @pytest.mark.parametrize("name", ["notebook", "fine-tuning"])
