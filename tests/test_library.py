@@ -893,6 +893,13 @@ def test_a_network_that_is_none_is_one_line() -> None:
         Problem.own(dict, data, resolve({}))  # type: ignore[arg-type]
     with pytest.raises(fedsub.UserError, match=r"^model = Flatten: returns \(2, 1, 64\) for two samples, must be"):
         Problem.own(lambda: nn.Flatten(2), data, resolve({}))
+    same, body = Net(), nn.Linear(64, 10)
+    for one in (lambda: same, lambda: nn.Sequential(nn.Flatten(), body)):
+        with pytest.raises(
+            fedsub.UserError, match=r"^model = '<lambda>': '.*weight' is one tensor in all networks that"
+        ):
+            Problem.own(one, data, resolve({}))  # its training would move the initial model
+    Problem.own(lambda: nn.Sequential(nn.Flatten(), body, nn.Linear(10, 10)), data, resolve({"trainable": "head"}))
     with pytest.raises(fedsub.UserError, match=r"^ist.width: must be 0 with a network of your own"):
         Problem.own(Net, data, resolve({"method": "ist", "ist.width": 10, "model": "feature-mlp"}))
 

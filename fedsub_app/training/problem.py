@@ -78,10 +78,14 @@ class Problem:
         if settings.options.hidden_width(settings):
             raise UserError(f"{settings.section}.width: must be 0 with a network of your own, whose width is its own")
         task = task or task_of(settings.task, settings.metrics)
-        dataset = own_dataset(data, task, partial(output_of, built(model)(settings.seed), task), collate)
+        part, first = trained_part(settings), built(model)(settings.seed)
+        dataset = own_dataset(data, task, partial(output_of, first, task), collate)
         dataset = pooled(dataset) if settings.client_test == "pooled" else dataset
         build = built(model, dataset.in_shape if traced else ())
-        part, name = trained_part(settings), getattr(model, "__name__", type(model).__name__)
+        name, known = getattr(model, "__name__", type(model).__name__), {*models.trainable(first).values()}
+        if shared := [n for n, p in models.trainable(build(settings.seed)).items() if p in known and not part.what]:
+            what = "is one tensor in all networks that it returns; must make a new one in each call"
+            raise UserError(f"model = {name!r}: {shared[0]!r} {what}")
         return Problem(dataset, build, task, settings.seed, settings.head, settings.model_width, part, name)
 
     def check_start(self) -> None:
