@@ -477,6 +477,7 @@ def test_no_client_moves_the_mean_of_a_score_without_bounds(tmp_path: Path, monk
     [
         ("output.mean() * float('nan')", "the loss of the first 32 training samples is nan before round 1"),
         ("output @ y", "the first 32 training samples have no loss: RuntimeError"),
+        ("output.mean(0)", r"samples have no loss: ValueError: it has shape \(1,\), must be one number, \(\)$"),
         ("output.mean().item()", "the loss of the first 32 training samples: must be a tensor with a gradient$"),
         ("output.detach().mean()", "the loss of the first 32 training samples: must be a tensor with a gradient$"),
     ],

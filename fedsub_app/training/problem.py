@@ -103,6 +103,8 @@ class Problem:
                     output = model.train(len(y) > 1)(copy_of_x)
                 output = output.requires_grad_().clone() if isinstance(output, Tensor) else output
                 found: object = self.task.loss(output, y)
+            if isinstance(found, Tensor) and found.shape:
+                raise ValueError(f"it has shape {tuple(found.shape)}, must be one number, ()")
             loss = float(found.detach() if isinstance(found, Tensor) else found)  # type: ignore[arg-type]
         except Exception as error:  # code of the user
             if machine_failure(error):
