@@ -736,6 +736,8 @@ def test_an_optimizer_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
     assert "momentum = 0.9: must be 0.0 with optimizer= of client_app" in dropped({"momentum": 0.9}, optimizer=adam)
     fedsub.FedAvg(clients_per_node=4).start(grid(optimizer=lambda parameters, lr: None), start, 1)
     assert "returned a NoneType, must be a torch.optim.Optimizer" in caplog.text
+    dropped({}, optimizer=torch.optim.LBFGS)
+    assert "LBFGS.step: missing a required argument: 'closure'; allowed are optimizers that need no clos" in caplog.text
     other = Net()
     dropped({}, optimizer=lambda parameters, lr: torch.optim.SGD(other.parameters(), lr))
     assert "optimizer= of client_app: moves other tensors than the parameters that it was given" in caplog.text

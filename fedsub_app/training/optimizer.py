@@ -1,5 +1,6 @@
 """SGD, Adam, AdamW and RMSprop on named tensors, and an optimizer of the user's."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -88,8 +89,15 @@ class OwnOptimizer(Optimizer):
         if parameters and not isinstance(self.own, torch.optim.Optimizer):
             what = f"returned a {type(self.own).__name__}, must be a torch.optim.Optimizer"
             raise UserError(f"optimizer= of client_app: {what}")
+        if not self.own:
+            return
+        try:
+            inspect.signature(type(self.own).step).bind(self.own)
+        except TypeError as error:
+            what = f"{type(self.own).__name__}.step: {error}; allowed are optimizers that need no closure"
+            raise UserError(f"optimizer= of client_app: {what}") from None
         given = {id(parameter) for parameter in self.parameters.values()}
-        if self.own and not given >= {id(moved) for group in self.own.param_groups for moved in group["params"]}:
+        if not given >= {id(moved) for group in self.own.param_groups for moved in group["params"]}:
             raise UserError("optimizer= of client_app: moves other tensors than the parameters that it was given")
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
