@@ -6,19 +6,20 @@ They are functions of a strategy, whose hooks (``base.py``) they call; no method
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
+from torch import Tensor
 
-from fedsub_app.common.errors import UserError
+from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import draw, takes_part
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import BadReply, Diverged, StateLost, Task, Update, finite
+from fedsub_app.federation.protocol import BadReply, Diverged, Spec, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.secure.server import Unopened
 from fedsub_app.subnets.norms import FIRST, NormGuard, norm
@@ -32,7 +33,7 @@ from strategies.hooks import Hooks, Merged
 from strategies.memory import leaves
 from strategies.merging import FirstValid, Merging, Valid
 from strategies.secure import SecureMerging, check_secure, refusal
-from strategies.server import returned
+from strategies.server import check_json, returned
 
 MAX_COST = 1.5  # with robust: upper bound on a sample's cost, as a multiple of the median client's
 COSTS = ("flops", "published-flops", "subnet-flops", "compute-seconds")
@@ -52,6 +53,10 @@ def ask(
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
     extra |= {"lr": config["lr"]} if "lr" in config else {}
+    specs: object = strategy.expected(clients[0]) if clients else {}
+    if not isinstance(specs, Mapping) or not all(isinstance(spec, Spec) for spec in specs.values()):
+        what = f"returned {shown(specs)[:100]}: must be strategies.base.Spec by name"
+        raise UserError(f"{type(strategy).__name__}.expected {what}")
     merging = Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:
         merging = secure = SecureMerging(strategy, clients, grid)
@@ -72,6 +77,14 @@ def ask(
 def with_state(strategy: Hooks, task: Callable[[int], Task], client: int) -> Task:
     """Return a client's task with the round of the state that it starts from, if it has one."""
     asked, merged = returned(strategy, "task", task(client), Task), int(strategy.state_rounds[client])
+    said = f"{type(strategy).__name__}.task returned for client {client}"
+    if asked.client != client or asked.config.keys() & {"client", "state", "block"}:
+        wanted = f"must be of client {client}, with a config without client, state and block, which fedsub sets"
+        raise UserError(f"{said} Task({asked.client}, …, {shown(asked.config)}): {wanted}")
+    check_json(f"{said} the config", asked.config)
+    values: Mapping[str, object] = asked.tensors
+    if wrong := [f"{n!r} as {type(x).__name__}" for n, x in values.items() if not isinstance(x, Tensor)]:
+        raise UserError(f"{said} {wrong[0]}: must be a torch.Tensor")
     return replace(asked, config={**asked.config, "state": merged}) if merged else asked
 
 

@@ -4,6 +4,7 @@ Methods read these attributes and override :meth:`Server.setup` alone; their hoo
 :class:`~strategies.hooks.Hooks`'.
 """
 
+import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,14 @@ def returned(strategy: object, hook: str, value: Any, kind: type[Value]) -> Valu
         place = f"{type(strategy).__name__}.{hook}"
         raise UserError(f"{place} returned a {type(value).__name__}: must be a strategies.base.{kind.__name__}")
     return value
+
+
+def check_json(said: str, value: object) -> None:
+    """Raise :class:`UserError` for values of a hook that no message or file can hold, such as tensors."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{said} {shown(value)[:100]}: {error}; must be numbers, texts, lists or dicts") from None
 
 
 def _form(x: object) -> object:
@@ -220,6 +229,7 @@ class Server:
         for name, value in vars(returned(self, "merge", merged, Merged)).items():
             if not isinstance(value, Mapping):
                 raise UserError(f"{said} Merged({name}={shown(value)}): must be a dict")
+        check_json(f"{said} the report", merged.report)
         if unknown := merged.state.keys() - {*self.remembers}:
             raise UserError(f"{said} {sorted(unknown)}, which it does not remember")
         old, new = ({name: _form(x) for name, x in of.items()} for of in (self.current, merged.model))

@@ -11,7 +11,7 @@ from torch import Tensor
 from client_apps.personal import LocalClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.protocol import Task, Update
 from fedsub_app.models import build_model
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
@@ -98,9 +98,40 @@ def test_a_hook_that_returns_another_kind_ends_the_run(
 
 
 @pytest.mark.parametrize(
+    ("hook", "value", "said"),
+    [
+        (
+            "task",
+            Task(0),
+            r"returned for client 1 Task\(0, …, {}\): must be of client 1, with a config without client, st",
+        ),
+        ("task", Task(0, {}, {"state": 3}), r"returned for client 0 Task\(0, …, {'state': 3}\): must be of client 0"),
+        (
+            "task",
+            Task(0, {}, {"p": torch.ones(2)}),
+            r"returned for client 0 the config {'p': tensor.*}: Object of type Tensor is not",
+        ),
+        ("task", Task(0, {"w": [1.0]}), r"returned for client 0 'w' as list: must be a torch.Tensor$"),  # type: ignore
+        ("expected", {"w": (3,)}, r"returned {'w': \(3,\)}: must be strategies.base.Spec by name$"),
+        ("expected", None, "returned None: must be strategies.base.Spec by name$"),
+    ],
+)
+def test_tasks_and_specs_of_another_form_end_the_run(
+    hook: str, value: object, said: str, run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SubnetStrategy, hook, lambda self, client: value)
+    with pytest.raises(UserError, match=rf"^SubnetStrategy\.{hook} {said}"):
+        run_local(num_rounds=1)
+
+
+@pytest.mark.parametrize(
     ("merged", "said"),
     [
         (Merged([]), r"^SubnetStrategy\.merge returned Merged\(model=\[\]\): must be a dict$"),  # type: ignore[arg-type]
+        (
+            Merged({}, {}, {"p": torch.ones(2)}),
+            r"^SubnetStrategy.merge returned the report {'p': tensor.*}: Object of type",
+        ),
         (Merged({"w": [1]}), "^SubnetStrategy.merge returned 'w' as <class 'list'>, in the model"),  # type: ignore[dict-item]
         (
             Merged({"w": torch.ones(3)}, {"step": {"w": torch.ones(3).bool()}}),
