@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fedsub
+from client_apps.base import Client
 from fedsub_app.common.tasks import TASKS, Regression
 from fedsub_app.data import PartitionSettings, load_dataset, make_partition, own_dataset
 from fedsub_app.data.partition import whole_set
@@ -989,6 +990,31 @@ def test_a_run_of_objects_says_what_it_lacks(tmp_path: Path) -> None:
     other.__name__ = "wide"
     with pytest.raises(fedsub.UserError, match=r"its model is another network's: 'fc1.weight' has shape \(1000"):
         fedsub.run(again, model=other, data=data)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("objects", ["model", "task", "method"])
+def test_a_run_of_objects_says_how_it_is_resumed(objects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has neither network nor data, nor a task or method of the program."""
+
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "train", stopped)
+    about, data = METHODS["fedavg"], ((DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y))
+    fedsub.register("half-way", fedsub.Method("a test", MethodSettings, about.strategy, about.client))
+    keys: dict[str, Any] = {"num-clients": 2, "partition": "iid", "run-dir": str(tmp_path / "run"), "method": "fedavg"}
+    named = {"model": "feature-mlp", "dataset": "diabetes" if objects == "task" else "digits"}
+    keys |= named if objects != "model" else {}
+    keys |= {"method": "half-way"} if objects == "method" else {}
+    how: dict[str, Any] = {"task": {"task": Largest()}, "model": {"model": wide, "data": data}}.get(objects, {})
+    try:
+        with pytest.raises(
+            KeyboardInterrupt, match=r"^`fedsub.run\({'run-dir': '.*/run', 'resume': True}, …\)` goes on$"
+        ):
+            fedsub.run(keys, **how)
+    finally:
+        forget("half-way")
 
 
 def test_run_wants_both() -> None:

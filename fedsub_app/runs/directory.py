@@ -23,13 +23,14 @@ from fedsub_app.common.device import device_facts
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import sweep, write_atomic, write_json
 from fedsub_app.common.machine import machine_facts
-from fedsub_app.common.own_code import code_file, state_of
+from fedsub_app.common.own_code import OWN, code_file, state_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import CPU, Json, Tensors
 from fedsub_app.models import check_base
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
+from fedsub_app.runs.methods import BUILT_IN, installed
 from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
@@ -54,6 +55,9 @@ class Run:
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
+        method, known = settings.method, BUILT_IN | installed().names
+        if OWN in (settings.dataset, settings.task.partition(":")[0]) or not (":" in method or method in known):
+            self.continuation = f"fedsub.run({{'run-dir': {str(folder)!r}, 'resume': True}}, …)"
         self.at_close = ExitStack()
         self._lock = FileLock(folder / ".lock", timeout=ENDING_SECONDS, mode=0o600)
         try:
