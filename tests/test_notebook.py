@@ -164,8 +164,11 @@ def test_a_method_of_a_program(half: str, run_local: Run, tmp_path: Path) -> Non
     _, whole = run_local("whole", method=half, num_rounds=2, num_clients=4)
     assert rounds(whole) == rounds(fedavg)
     keys = {"method": half, "half.step": 0.5, "model": "feature-mlp", "num-rounds": 2, "num-clients": 4}
-    with pytest.raises(UserError, match=r"^workers = 0: must be 1 or more, or None for one a core$"):
-        fedsub_app.run(keys, workers=0)
+    for workers in (0, 2.0, "2"):
+        with pytest.raises(
+            UserError, match=rf"^workers = {workers!r}: must be an integer from 1 on, or None for one a cor"
+        ):
+            fedsub_app.run(keys, workers=workers)  # type: ignore[arg-type]
     one, two = (fedsub_app.run(keys | {"run-dir": str(tmp_path / name)}, workers=n) for n, name in ((1, "a"), (2, "b")))
     assert rounds(one.folder) == rounds(two.folder) != rounds(whole)
 

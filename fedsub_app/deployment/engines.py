@@ -53,8 +53,8 @@ def run_local(
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
     if task:
         overrides = {**overrides, "task": registered(task)}
-    if workers is not None and workers < 1:
-        raise UserError(f"workers = {workers}: must be 1 or more, or None for one a core")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UserError(f"workers = {workers!r}: must be an integer from 1 on, or None for one a core")
     if model:
         for key in ("model", "dataset"):
             if key in overrides:
