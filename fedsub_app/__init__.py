@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -10,6 +11,8 @@ if TYPE_CHECKING:  # torch takes seconds
     from fedsub_app.reports.records import Record
     from fedsub_app.runs.methods import Method
     from fedsub_app.training.problem import Model
+
+_ONE = RLock()
 
 
 def run(
@@ -21,6 +24,8 @@ def run(
     task: "Task | str | None" = None,
 ) -> "Record":
     """Run on the local engine, as ``fedsub run`` does; return the record that is read from the run's directory.
+
+    Threads that call it take turns, because all draw from torch's global generator.
 
     Parameters
     ----------
@@ -40,7 +45,8 @@ def run(
     from fedsub_app.deployment.engines import run_local
     from fedsub_app.reports.records import read_run
 
-    return read_run(Path(run_local(settings, workers, model, data, wait=True, task=task)["run-dir"]))
+    with _ONE:
+        return read_run(Path(run_local(settings, workers, model, data, wait=True, task=task)["run-dir"]))
 
 
 def register(name: str, method: "Method") -> None:

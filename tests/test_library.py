@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1015,6 +1016,24 @@ def test_a_run_of_objects_says_how_it_is_resumed(objects: str, tmp_path: Path, m
             fedsub.run(keys, **how)
     finally:
         forget("half-way")
+
+
+@pytest.mark.run
+def test_runs_in_threads_are_as_one_after_the_other(tmp_path: Path) -> None:
+    """Dropout and initial weights are drawn from the one global generator of the process."""
+
+    def dropping() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
+    keys: dict[str, Any] = {"num-clients": 4, "num-rounds": 4, "partition": "iid", "batch-size": 4}
+
+    def model(name: str) -> bytes:
+        record = fedsub.run({**keys, "run-dir": str(tmp_path / name)}, model=dropping, data=data)
+        return (record.folder / "model.safetensors").read_bytes()
+
+    with ThreadPoolExecutor() as pool:
+        assert len({model("alone"), *pool.map(model, ("a", "b"))}) == 1
 
 
 def test_run_wants_both() -> None:
