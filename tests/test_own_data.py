@@ -276,6 +276,17 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         ((X, Y, X, Y), None, r"^data = a tuple of 4: must be \(train, test\), each of which must be "),
         (((X, Y - 1), (X, Y)), None, "train: label -1: must be 0 to 0"),
         (((X, Y), (X / 0, Y)), None, "^test: x: must be finite numbers$"),
+        (
+            ((X.to_sparse(), Y), (X, Y)),
+            None,
+            "^train: x: is torch.sparse_coo on cpu; must be a dense tensor with values$",
+        ),
+        (
+            ((X, Y.to_sparse()), (X, Y)),
+            None,
+            "^train: y: is torch.sparse_coo on cpu; must be a dense tensor with values$",
+        ),
+        (((X, Y), (X.to("meta"), Y)), None, "^test: x: is torch.strided on meta; must be a dense tensor with values$"),
         ((({"a": X, "b": X + torch.inf}, Y), (X, Y)), None, "^train: 'b': x: must be finite numbers$"),
         ((Rows([(X[0], 1), (X[0] / 0, 1)]), (X, Y)), None, "^train: x: must be finite numbers$"),
     ],

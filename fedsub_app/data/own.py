@@ -100,6 +100,7 @@ def _split(data: object, name: str, collate: Collate | None, like: Split | None 
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)
+    _check_dense(y, f"{name}: y")
     _check_pairs(stored, y, name, axes=2)
     if groups and len(groups) != len(y):
         raise UserError(f"{name}: {len(groups)} groups for {len(y)} samples: must be one a sample")
@@ -132,6 +133,7 @@ def _inputs(x: object, name: str) -> Batch:
 def _tensor(x: object, name: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise UserError(f"{name}: a sample is no tensor but {shown(x)[:60]} ({type(x).__name__}); {ALLOWED}")
+    _check_dense(x, f"{name}: x")
     if x.is_floating_point():
         if not bool(x.isfinite().all()):
             raise UserError(f"{name}: x: must be finite numbers")
@@ -140,6 +142,13 @@ def _tensor(x: object, name: str) -> Tensor:
     if x.dtype not in INTEGERS:
         raise UserError(f"{name}: x of dtype {x.dtype}: must be floating-point, or int64 or bool for tokens and masks")
     return x.detach() if x.dtype == torch.bool else x.detach().long()
+
+
+def _check_dense(x: Tensor, what: str) -> None:
+    """Refuse sparse and nested tensors, and those of the device "meta", which have no values."""
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
+        kind = "nested" if x.is_nested else f"{x.layout} on {x.device}"
+        raise UserError(f"{what}: is {kind}; must be a dense tensor with values")
 
 
 # --- map-style data sets ----------------------------------------------------------------------------------------------
