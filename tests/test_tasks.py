@@ -30,7 +30,7 @@ from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.rounds import ended_by, summarise
-from fedsub_app.training.local import evaluate
+from fedsub_app.training.local import added, evaluate
 from fedsub_app.training.problem import Problem
 
 RMSE = TASKS["regression"].about
@@ -131,6 +131,9 @@ def test_a_loss_and_metrics_of_ones_own() -> None:
     task = with_metrics(Regression(), lambda o, t: {"mae": 0.0})
     with pytest.raises(UserError, match=r"^metrics=: returned 'mae', which the task has of its own; name it"):
         task.metrics(task.sums(output, y))
+    task = with_metrics(Regression(), lambda o, t: {"most": float(t.max())} if bool(t.any()) else {})
+    both = added([task.sums(output, y), task.sums(output, y + 4), task.sums(output[:1], y[:1] + 1)])
+    assert task.metrics(both)["most"] == 3.0  # of 4, 4 and 1: the first batch has none
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,15 @@ def with_metrics(task: Task, means: Metrics) -> Task:
     """Return a task that also reports the metrics of ``means``, averaged over batches by their numbers of samples."""
 
     def sums(output: Tensor, y: Tensor) -> Mapping[str, float | Tensor]:
-        further = {f"own/{name}": value * len(y) for name, value in numbers("metrics=", means(output, y)).items()}
-        return {**task.sums(output, y), **further, "own/": len(y)}
+        found = numbers("metrics=", means(output, y))
+        counts = {f"count/{name}": len(y) for name in found}  # of each: a batch may lack one, as an AUC of one class
+        return {**task.sums(output, y), **{f"own/{name}": value * len(y) for name, value in found.items()}, **counts}
 
     def metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-        further = {name.removeprefix("own/"): float(sums[name] / sums["own/"]) for name in sums if name[:4] == "own/"}
-        if taken := further.keys() & (known := task.metrics(sums)).keys():
+        names = [name.removeprefix("own/") for name in sums if name.startswith("own/")]
+        if taken := {*names} & (known := task.metrics(sums)).keys():
             raise UserError(f"metrics=: returned {min(taken)!r}, which the task has of its own; name it otherwise")
-        return {name: value for name, value in further.items() if name} | known
+        return {name: float(sums[f"own/{name}"] / sums[f"count/{name}"]) for name in names} | known
 
     changed = copy.copy(task)
     changed.__dict__ |= {"sums": sums, "metrics": metrics}
