@@ -148,6 +148,7 @@ def test_keywords_are_the_keys() -> None:
         ("MOON", {"objective": "prox"}, r"^objective = 'prox': must be 'moon' with method = 'moon'$"),
         ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
         ("FedAvg", {"max_examples": 2.5}, r"^max_examples = 2.5: must be an integer from 0 on$"),
+        ("IST", {"in_shape": 8, "model": Net}, "^in_shape = 8: must be positive integers, with model=$"),
         ("IST", {"in_shape": (1, 8, 8)}, r"^in_shape = \(1, 8, 8\): must be positive integers, with model=$"),
         ("FedAvg", {"task": Largest}, r"^task = <class '.*Largest'>: must be one of .*, or an object derived"),
         ("FedAvg", {"lr_decay_at": (0, 3)}, r"^lr-decay-at = '0, 3': must be rounds from 1 on"),
@@ -648,6 +649,22 @@ def test_a_loss_with_parameters_is_refused() -> None:
     with pytest.raises(fedsub.UserError, match=r"^loss = PReLU: no step trains its parameters; the model must"):
         grid(loss=nn.PReLU())
     assert dropped({}, loss=nn.CrossEntropyLoss(torch.ones(10))) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": ((X, Y), (X, Y))}, r"^data = \(\(tensor\(.*: must be a function$"),
+        ({"data": None}, "^data = None: must be a function$"),
+        ({"optimizer": "adam"}, "^optimizer = 'adam': must be a function$"),
+        ({"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, r"^optimizer = SGD \(.*: must be a function$"),
+        ({"metrics": ["f1"]}, r"^metrics = \['f1'\]: must be a function$"),
+        ({"model": Net()}, r"^model = Net\(…\): is a network already; must be a class or a function"),
+    ],
+)
+def test_what_is_no_function_is_refused_where_the_app_is_made(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(fedsub.UserError, match=said):
+        grid(**given)
 
 
 def test_units_of_a_network_that_is_no_sequential() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsub_app.client_app import NodeApp
 from fedsub_app.common.device import pick_device
-from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.run_files import initial_model, state_folder
@@ -70,6 +70,12 @@ def client_app(
         raise UserError(f"mods = [{names}]: {why}")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError(f"loss = {type(loss).__name__}: no step trains its parameters; the model must use them")
+    functions: dict[str, object] = {"data": data, "loss": loss, "metrics": metrics, "collate": collate}
+    functions["optimizer"] = optimizer
+    for name, given in functions.items():
+        if not (callable(given) or (given is None and name != "data")):
+            raise UserError(f"{name} = {shown(given)[:100]}: must be a function")
+    built(model)  # which refuses what is no class or function
     module = str(sys._getframe(1).f_globals.get("__name__", ""))  # Ray's workers import the app from there
     networks: dict[Settings, Network] = {}
 

@@ -105,7 +105,9 @@ class LibraryStrategy(Strategy):
         for name, value, least in (("clients_per_node", clients_per_node, 1), ("max_examples", max_examples, 0)):
             if type(value) is not int or value < least:
                 raise UserError(f"{name} = {value!r}: must be an integer from {least} on")
-        if in_shape and not (model and all(type(size) is int and size > 0 for size in in_shape)):
+        shape: object = in_shape
+        is_shape = isinstance(shape, Sequence) and all(type(size) is int and size > 0 for size in shape)
+        if not is_shape or (in_shape and not model):
             raise UserError(f"in_shape = {in_shape!r}: must be positive integers, with model=")
         self.model, self.in_shape = model, tuple(in_shape)
         self.max_examples, self.clients_per_node = max_examples, clients_per_node
