@@ -9,9 +9,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from federations import pairs
+from flwr.app import Array, ArrayRecord
 from flwr.cli.build import build_fab_from_disk
 from helpers import ends_as_if_never_stopped, fedsub, forget, install_method, rounds
 from optuna.distributions import IntDistribution
@@ -26,10 +28,12 @@ from fedsub_app.deployment.flower import PROJECT, bundle
 from fedsub_app.runs import node
 from fedsub_app.runs.config import check, resolve
 from fedsub_app.runs.directory import open_run
+from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
 from fedsub_app.runs.node import settings_from
 from fedsub_app.runs.plan import plan
 from fedsub_app.studies.trials import read_space
+from strategies.measurement import Measurement
 
 Run = Callable[..., tuple[Any, Path]]
 FILE = f"{PROJECT}/examples/own-method/fedavgm.py"
@@ -183,6 +187,23 @@ def test_a_misspelled_hook_is_warned_of(base: type, name: str, hook: str, caplog
     caplog.clear()
     Method("", **{key: type("Mine", (base,), {f"_{name}": (), "helper": (), "momentum": 0.9})})
     assert not caplog.records
+
+
+def test_a_misspelled_hook_of_a_measurement_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Second(Measurement):
+        def contributions(self, update: Any) -> Any:
+            return ()
+
+    class Twice(library.SubnetStrategy):
+        def setup(self) -> None:
+            self.measurement = Second(self)
+
+    fedsub_app.register("twice", Method("a test's", strategy=Twice))
+    prepare(resolve({"method": "twice", "dataset": "digits", "model": "feature-mlp"}))
+    own = resolve({"method": "twice", "dataset": "own", "model": "own"})
+    library.Twice().build(own, ArrayRecord({"w": Array(np.ones(3, np.float32))}))
+    said = "Second.contributions: not a hook; did you mean contribution? A helper's name may begin with '_'"
+    assert [record.message for record in caplog.records] == [said, said]
 
 
 def test_no_method_of_ours_misspells_a_hook(caplog: pytest.LogCaptureFixture) -> None:

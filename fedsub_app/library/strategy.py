@@ -25,7 +25,7 @@ from fedsub_app.library.keywords import check, keys_of, signature, title, whole_
 from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties, with_head
 from fedsub_app.models.sources import answer
 from fedsub_app.runs.config import defaults, resolve
-from fedsub_app.runs.methods import METHODS, Method
+from fedsub_app.runs.methods import METHODS, Method, check_hooks
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part
 from strategies.base import SubnetStrategy
@@ -168,6 +168,8 @@ class LibraryStrategy(Strategy):
         check_float32(initial, "initial_arrays")
         self._others = {name: tensor for name, tensor in every.items() if name not in initial}
         strategy = METHODS[self.method].strategy(settings, network)
+        if strategy.measurement:
+            check_hooks(type(strategy.measurement))
         check_defences(strategy)
         check_widths(strategy)
         return strategy, initial

@@ -25,7 +25,7 @@ from fedsub_app.runs import console
 from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run
 from fedsub_app.runs.evaluation import GlobalTest
-from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.methods import METHODS, check_hooks
 from fedsub_app.runs.recorded import RunFailed, runs_folder
 from fedsub_app.runs.rounds import ended_by, plateau_lr
 from fedsub_app.runs.tracking import Tracking, check_tracker
@@ -90,6 +90,8 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
         hold = f"{able} of {settings.members} clients hold that width"
         raise UserError(f"min-width = {settings.min_width:g}: {hold}, a round needs {least}")
     strategy = METHODS[settings.method].strategy(settings, problem.network())
+    if strategy.measurement:
+        check_hooks(type(strategy.measurement))
     check_devices(strategy, problem, partition)
     check_defences(strategy)
     check_tracker(settings.track)
