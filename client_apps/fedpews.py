@@ -14,7 +14,7 @@ from fedsub_app.subnets.gates import gated
 from fedsub_app.subnets.masks import gather, scatter, score_gradient
 from fedsub_app.training.client import Training
 from fedsub_app.training.costs import subnet_flops
-from strategies.fedpews import MASK, first_scores, positions
+from strategies.fedpews import MASK, NEURONS, THETA, first_scores, positions
 from strategies.settings import FedPeWSSettings
 
 NARROW_FLOPS = 1e8  # from this many FLOPs of a plain step on, cutting weights saves time on a CPU
@@ -31,13 +31,13 @@ class FedPeWSClient(Client):
         if not config.get("warm-up"):
             return super().train(sent, config)
         if self.options.masks == "fixed":
-            mask, learned = sent["mask"], {}
+            mask, learned = sent[NEURONS], {}
             self.load(scatter(sent, positions(self.network.units, mask, self.network.tensors)))
             self.fit(step=partial(train_under, mask.to(self.place.device, torch.float32), self.narrow))
         else:
             self.load(chosen(sent, self.network.tensors))
-            mask, theta = self.learned(self.others(sent["theta"], config.get("counted", 0)))
-            learned = {"mask": mask} | ({} if self.options.others == "masks" else {"theta": theta})
+            mask, theta = self.learned(self.others(sent[THETA], config.get("counted", 0)))
+            learned = {NEURONS: mask} | ({} if self.options.others == "masks" else {THETA: theta})
         units = self.network.units
         flops = subnet_flops(self.place.problem, self.network.module, units, split(mask, units))
         self.metrics["subnet-flops"] = self.flops * (flops / self.place.training_flops(self.network))
@@ -45,7 +45,7 @@ class FedPeWSClient(Client):
         trained, covered = self.trained(), positions(units, mask, self.network.tensors)
         if not self.settings.secure_aggregation:
             return gather(trained, covered) | learned
-        self.state["counted"] = learned.get("theta", mask.float())
+        self.state["counted"] = learned.get(THETA, mask.float())
         return trained | prefixed(AT, covered | {MASK: mask}) | learned | {MASK: torch.zeros(len(mask))}
 
     def learned(self, others: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,9 @@ from strategies.base import Contribution, Mean, Merged, Range, Spec, SubnetStrat
 from strategies.defences import ALONE, WITHOUT_MASKS
 from strategies.settings import FedPeWSSettings
 
-MASK = "theta/mask"  # with secure-aggregation: a neuron mask that is counted; its values are 0
+NEURONS = "fedpews/mask"  # no parameter of a network has such a name
+THETA = "fedpews/theta"
+MASK = f"{THETA}/mask"  # with secure-aggregation: a neuron mask that is counted; its values are 0
 
 
 class FedPeWS(SubnetStrategy):
@@ -51,7 +53,7 @@ class FedPeWS(SubnetStrategy):
 
     options: FedPeWSSettings
     secure = ""
-    sums = "theta"
+    sums = THETA
     remembers = ("theta",)
     reports: ClassVar = {
         "units-covered-by": Reported(
@@ -94,7 +96,7 @@ class FedPeWS(SubnetStrategy):
             return super().task(client)
         if self.options.masks == "fixed":
             covered = self.values_at(positions(self.units, self.fixed[client], self.current))
-            return Task(client, covered | {"mask": self.fixed[client]}, {"warm-up": True})
+            return Task(client, covered | {NEURONS: self.fixed[client]}, {"warm-up": True})
         theta = self.theta * self.part[:, None]
         if self.options.others == "highest":
             others = theta.index_fill(0, torch.tensor(client), 0.0).amax(0)
@@ -102,7 +104,7 @@ class FedPeWS(SubnetStrategy):
             others = (theta.sum(0) - theta[client]) / max(1, int(self.part.sum()) - 1)
         last = self.state_rounds == self.state_rounds.max().clamp(min=1)
         counted = {"counted": int(last.sum())} if self.settings.secure_aggregation and last[client] else {}
-        return Task(client, self.current | {"theta": others}, {"warm-up": True, **counted})
+        return Task(client, self.current | {THETA: others}, {"warm-up": True, **counted})
 
     @property
     def chooses_positions(self) -> bool:
@@ -113,13 +115,13 @@ class FedPeWS(SubnetStrategy):
         if not self.warming_up:
             return super().expected(client)
         if self.settings.secure_aggregation:
-            summed = [MASK, "theta"] if self.options.others == "mean" else [MASK]
+            summed = [MASK, THETA] if self.options.others == "mean" else [MASK]
             return self.specs | dict.fromkeys(summed, Spec((self.hidden,)))
         specs = {name: spec.gathered() for name, spec in self.specs.items()}
         if self.options.masks == "learned":
-            specs["mask"] = Spec((self.hidden,), torch.bool)
+            specs[NEURONS] = Spec((self.hidden,), torch.bool)
             if self.options.others != "masks":
-                specs["theta"] = Spec((self.hidden,), low=0, high=1)
+                specs[THETA] = Spec((self.hidden,), low=0, high=1)
         return specs
 
     def metrics(self, client: int) -> Mapping[str, Range]:
@@ -128,7 +130,7 @@ class FedPeWS(SubnetStrategy):
 
     def mask_of(self, update: Update) -> torch.Tensor:
         """Return the neuron mask [h] under which a client trained in the warm-up."""
-        return update.tensors["mask"] if self.options.masks == "learned" else self.fixed[update.client]
+        return update.tensors[NEURONS] if self.options.masks == "learned" else self.fixed[update.client]
 
     def contribution(self, update: Update) -> Contribution:
         """Add the values that the client's mask covers (line 20, Eq. 4); after the warm-up all values."""
@@ -137,7 +139,7 @@ class FedPeWS(SubnetStrategy):
         return self.contribution_at(update, positions(self.units, self.mask_of(update), self.current))
 
     def origin(self, update: Update) -> Tensors:
-        return {**super().origin(update), "theta": self.theta[update.client]}
+        return {**super().origin(update), THETA: self.theta[update.client]}
 
     def refuses(self) -> Mapping[str, str]:
         """Refuse defences that compare whole updates: in the warm-up clients cover different positions."""
@@ -155,13 +157,13 @@ class FedPeWS(SubnetStrategy):
             return merged
         if self.settings.secure_aggregation:  # sums alone are known
             covered = self.total(updates, AT + MASK).clamp(min=0)  # a client lost since the count may have had any unit
-            total = self.total(updates, "theta") if self.options.others == "mean" else covered
+            total = self.total(updates, THETA) if self.options.others == "mean" else covered
             theta[:] = total.float() / len(updates)
         else:
             masks = [self.mask_of(update) for update in updates]
             covered = torch.stack(masks).sum(0)
             for update, mask in zip(updates, masks, strict=True) if self.options.masks == "learned" else ():
-                theta[update.client] = update.tensors.get("theta", mask.float())
+                theta[update.client] = update.tensors.get(THETA, mask.float())
         times = torch.bincount(covered.long(), minlength=len(updates) + 1)
         return Merged(merged.model, {"theta": theta}, {"units-covered-by": times.tolist()})
 

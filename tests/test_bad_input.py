@@ -129,15 +129,15 @@ BAD_ANSWERS: list[tuple[str, Spoil, str]] = [
     ),
     ("fedavg", boom, BOOM),
     ("fedavg", lambda update: Update(1, error="out of memory"), "client failed: out of memory"),
-    ("fedpews", tensor("mask", torch.Tensor.float), "tensor 'mask': dtype float32, expected bool"),
-    ("fedpews", tensor("mask", lambda old: old * 0.5), "tensor 'mask': dtype float32, expected bool"),
-    ("fedpews", tensor("mask", lambda old: old[:-1]), "tensor 'mask': shape (999,), expected (1000,)"),
+    ("fedpews", tensor("fedpews/mask", torch.Tensor.float), "tensor 'fedpews/mask': dtype float32, expected bool"),
+    ("fedpews", tensor("fedpews/mask", lambda old: old * 0.5), "tensor 'fedpews/mask': dtype float32, expected bool"),
+    ("fedpews", tensor("fedpews/mask", lambda old: old[:-1]), "tensor 'fedpews/mask': shape (999,), expected (1000,)"),
     ("fedpews", tensor("fc1.bias", lambda old: old[:-1]), "tensor 'fc1.bias': {have} values, its mask covers {want}"),
     ("fedpews", tensor("fc1.weight", lambda old: old[:1]), "tensor 'fc1.weight': 1 values, its mask covers {want}"),
-    ("fedpews", fill("theta", 1.5), "tensor 'theta': values {have} to 1.5, expected 0 to 1"),
-    ("fedpews", fill("theta", -0.5), "tensor 'theta': values -0.5 to {have}, expected 0 to 1"),
-    ("fedpews", fill("theta", math.nan), "tensor 'theta': NaN or infinite values"),
-    ("fedpews", without("mask"), "tensor 'mask' is missing"),
+    ("fedpews", fill("fedpews/theta", 1.5), "tensor 'fedpews/theta': values {have} to 1.5, expected 0 to 1"),
+    ("fedpews", fill("fedpews/theta", -0.5), "tensor 'fedpews/theta': values -0.5 to {have}, expected 0 to 1"),
+    ("fedpews", fill("fedpews/theta", math.nan), "tensor 'fedpews/theta': NaN or infinite values"),
+    ("fedpews", without("fedpews/mask"), "tensor 'fedpews/mask' is missing"),
     (
         "fedpews fixed",
         tensor("fc1.bias", lambda old: torch.cat([old, old])),
@@ -145,8 +145,8 @@ BAD_ANSWERS: list[tuple[str, Spoil, str]] = [
     ),
     (
         "fedpews fixed",
-        lambda update: replace(update, tensors=update.tensors | {"mask": torch.ones(1000, dtype=torch.bool)}),
-        "tensor 'mask' was not asked for",
+        lambda update: replace(update, tensors=update.tensors | {"fedpews/mask": torch.ones(1000, dtype=torch.bool)}),
+        "tensor 'fedpews/mask' was not asked for",
     ),
 ]
 

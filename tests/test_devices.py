@@ -399,7 +399,7 @@ def test_clients_that_never_take_part_are_no_others_of_fedpews(others: str, two:
     part = [client for client, there in enumerate(takes_part(strategy.settings)) if there]
     strategy.theta[part] = 0.25
     assert len(part) == 5
-    assert all(bool((strategy.task(client).tensors["theta"] == 0.25).all()) for client in part)
+    assert all(bool((strategy.task(client).tensors["fedpews/theta"] == 0.25).all()) for client in part)
 
 
 def test_fedpart_asks_the_clients_whose_devices_can_hold_the_trained_group(two: str, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_theta_of_the_others_by_hand() -> None:
     strategy.theta = torch.tensor([0.2, 0.4, 0.9])[:, None].repeat(1, 256)
     for others, expected in {"masks": [0.65, 0.55, 0.3], "mean": [0.65, 0.55, 0.3], "highest": [0.9, 0.9, 0.4]}.items():
         strategy.options = strategy.options.model_copy(update={"others": others})
-        found = [strategy.task(client).tensors["theta"][0].item() for client in range(3)]
+        found = [strategy.task(client).tensors["fedpews/theta"][0].item() for client in range(3)]
         assert found == pytest.approx(expected)
 
 
@@ -302,17 +302,20 @@ def test_the_drawn_mask_is_the_theta_of_the_next_round() -> None:
     settings = resolve(SETTINGS | {"num-clients": 3, "class-lists": "0, 1, 2 3"})
     strategy = FedPeWS(settings, build_model("fedpews-mlp", (5,), 4, 0))
     strategy.round = 1
-    assert "theta" not in strategy.expected(0)
+    assert "fedpews/theta" not in strategy.expected(0)
     masks = [torch.arange(256) % 4 == client for client in range(3)]
     updates = [
         Update(
-            client, gather(strategy.current, positions(strategy.units, mask, strategy.current)) | {"mask": mask}, {}, 1
+            client,
+            gather(strategy.current, positions(strategy.units, mask, strategy.current)) | {"fedpews/mask": mask},
+            {},
+            1,
         )
         for client, mask in enumerate(masks)
     ]
     assert merge_round(strategy, updates)["units-covered-by"] == [64, 192, 0, 0]
     strategy.round = 2
-    assert torch.equal(strategy.task(0).tensors["theta"], (masks[1].float() + masks[2].float()) / 2)
+    assert torch.equal(strategy.task(0).tensors["fedpews/theta"], (masks[1].float() + masks[2].float()) / 2)
 
 
 @pytest.mark.parametrize(("rounds", "units"), [(0, None), (1, [128, 128])])
@@ -348,9 +351,9 @@ def test_a_mask_and_values_that_do_not_fit_are_refused() -> None:
     mask = torch.ones(256, dtype=torch.bool)
     values = {name: tensor.flatten() for name, tensor in strategy.current.items()}
     strategy.options = strategy.options.model_copy(update={"others": "mean"})
-    good: Tensors = values | {"mask": mask, "theta": torch.rand(256)}
+    good: Tensors = values | {"fedpews/mask": mask, "fedpews/theta": torch.rand(256)}
     strategy.contribution(Update(0, good, {}, 1))
     with pytest.raises(BadReply, match=r"'fc1\.bias': 32 values, its mask covers 0"):
-        strategy.contribution(Update(0, good | {"mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
-    with pytest.raises(BadReply, match=r"'theta': values 1.5 to 1.5, expected 0 to 1"):
-        read(strategy, Update(0, good | {"theta": torch.full((256,), 1.5)}, {}, 1))
+        strategy.contribution(Update(0, good | {"fedpews/mask": ~mask, "fc1.weight": torch.empty(0)}, {}, 1))
+    with pytest.raises(BadReply, match=r"'fedpews/theta': values 1.5 to 1.5, expected 0 to 1"):
+        read(strategy, Update(0, good | {"fedpews/theta": torch.full((256,), 1.5)}, {}, 1))

@@ -1053,6 +1053,27 @@ def test_runs_in_threads_are_as_one_after_the_other(tmp_path: Path) -> None:
         assert len({model("alone"), *pool.map(model, ("a", "b"))}) == 1
 
 
+@pytest.mark.run
+def test_a_parameter_may_have_any_name(tmp_path: Path) -> None:
+    """FedPeWS's replies have a mask and probabilities of their own."""
+
+    def losses(name: str) -> list[float]:
+        class Scaled(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_parameter(name, nn.Parameter(torch.ones(10)))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * getattr(self, name)
+
+        keys = {"method": "fedpews", "fedpews.others": "mean", "num-clients": 4, "num-rounds": 2, "partition": "iid"}
+        record = fedsub.run({**keys, "run-dir": str(tmp_path / name)}, model=Scaled, data=data)
+        return [line["train-loss"] for line in record.lines[1:]]
+
+    data = (DATA.train_x[:], DATA.train_y), (DATA.test_x[:], DATA.test_y)
+    assert losses("scale") == losses("mask") == losses("theta")
+
+
 def test_run_wants_both() -> None:
     with pytest.raises(fedsub.UserError, match=r"^model=: model= and data= go together$"):
         fedsub.run({}, model=Net)

@@ -145,7 +145,7 @@ def prunes_nothing(client: Any, sent: Tensors, update: Update) -> Update:
 
 def no_mask(client: Any, sent: Tensors, update: Update) -> Update:
     """A mask of nothing, and the few values that all clients have."""
-    mask = torch.zeros_like(update.tensors["mask"])
+    mask = torch.zeros_like(update.tensors["fedpews/mask"])
     shapes = {name: tensor.shape for name, tensor in client.network.tensors.items()}
     kept = expand(client.network.units, split(mask, client.network.units), shapes)
     values = gather({name: sent[name] for name in shapes}, kept)
@@ -173,7 +173,7 @@ FOUND: dict[str, tuple[str, Attack, Mapping[str, Value], float]] = {
     "LG-FedAvg x -95": ("lg-fedavg", times(-95), OWN, 14),
     "no variance": ("fedpac", tensors(torch.zeros_like, "fedpac/v"), OWN, 3),
     "means x 90": ("fedpac", tensors(lambda x: 90 * x, "fedpac/means"), OWN, 14),
-    "probabilities of 1": ("fedpews", tensors(torch.ones_like, "theta"), PEWS, 3),
+    "probabilities of 1": ("fedpews", tensors(torch.ones_like, "fedpews/theta"), PEWS, 3),
     "a mask of nothing": ("fedpews", no_mask, PEWS, 3),
     "prunes nothing": ("subfedavg", prunes_nothing, PRUNED | OWN | {"min_contributors": 2}, 14),
     "slices of zeros": ("ist", tensors(torch.zeros_like), {}, 3),
