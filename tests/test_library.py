@@ -1074,6 +1074,24 @@ def test_a_parameter_may_have_any_name(tmp_path: Path) -> None:
     assert losses("scale") == losses("mask") == losses("theta")
 
 
+@pytest.mark.parametrize(
+    ("change", "value", "usual"),
+    [(torch.set_default_device, "meta", "cpu"), (torch.set_default_dtype, torch.float64, torch.float32)],
+)
+def test_defaults_of_torch_that_a_program_has_changed(change: Any, value: Any, usual: Any) -> None:
+    """Generators and masks are made on the CPU, numbers are float32: torch's errors would not name the reason."""
+    try:
+        change(value)
+        said = rf"torch\.{change.__name__}: {value}: must be .*; the key device names a GPU"
+        with pytest.raises(fedsub.UserError, match=f"^{said}$"):
+            fedsub.run({}, model=Net, data=((X, Y), (X, Y)))
+        if value != "meta":  # in a test the server is in the same process
+            change(usual)
+            assert "torch.set_default_dtype: torch.float64: must be" in dropped({}, data=lambda _: change(value))
+    finally:
+        change(usual)
+
+
 def test_run_wants_both() -> None:
     with pytest.raises(fedsub.UserError, match=r"^model=: model= and data= go together$"):
         fedsub.run({}, model=Net)

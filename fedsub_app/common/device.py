@@ -32,6 +32,14 @@ def pick_device(name: str, exact: bool = True) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def check_defaults() -> None:
+    """Raise :class:`UserError` where the program has changed the device or type of tensors that torch makes."""
+    found = torch.get_default_device(), torch.get_default_dtype()
+    for name, value, wanted in zip(("device", "dtype"), found, ("cpu", "torch.float32"), strict=True):
+        if str(value) != wanted:
+            raise UserError(f"torch.set_default_{name}: {value}: must be {wanted}; the key device names a GPU")
+
+
 def device_facts(device: torch.device) -> Json:
     """Return the facts about the device that a run's ``settings.json`` records."""
     if device.type == "cpu":

@@ -42,13 +42,14 @@ def run_local(
     """
     with uncollected():
         from fedsub_app.client_app import NodeApp
-        from fedsub_app.common.device import pick_device, visible_gpus
+        from fedsub_app.common.device import check_defaults, pick_device, visible_gpus
         from fedsub_app.common.own_code import OWN
         from fedsub_app.common.tasks import registered
         from fedsub_app.federation.workers import local_grid
         from fedsub_app.runs.node import named
         from fedsub_app.training.problem import Problem
 
+    check_defaults()
     if (model is None) != (data is None):
         raise UserError(f"{'model' if data is None else 'data'}=: model= and data= go together")
     if task:

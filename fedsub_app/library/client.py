@@ -11,7 +11,7 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from fedsub_app.client_app import NodeApp
-from fedsub_app.common.device import pick_device
+from fedsub_app.common.device import check_defaults, pick_device
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown
@@ -82,6 +82,7 @@ def client_app(
     @lru_cache(maxsize=CLIENTS)
     def loaded(settings: Settings, client: int, node: "_Node") -> Workplace:
         samples = _loaded(data, node.context, client, settings)
+        check_defaults()  # after the user's code, which may change them
         if task and settings.task != (name := registered(task)):
             raise UserError(f"task = {settings.task!r}: the ClientApp's is {name!r}; give the strategy task= as well")
         used = task_of(settings.task, settings.metrics)
