@@ -32,6 +32,7 @@ from fedsub_app.runs.loop import prepare
 from fedsub_app.runs.methods import BUILT_IN, METHODS, Method
 from fedsub_app.runs.node import settings_from
 from fedsub_app.runs.plan import plan
+from fedsub_app.settings import MethodSettings
 from fedsub_app.studies.trials import read_space
 from strategies.measurement import Measurement
 
@@ -162,6 +163,24 @@ def test_a_method_of_other_classes_is_one_line(keys: dict[str, Any], said: str) 
     """A client and a strategy that are exchanged, an instance, and a place that holds no class."""
     with pytest.raises(UserError, match=f"^Method: {said}$"):
         _ = Method("", **keys).client
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "said"),
+    [
+        (float | None, None, "None: must be one text, number, true or false"),
+        (list, [1], r"\[1\]: must be one text, number, true or false"),
+        (float, float("inf"), "inf: must be a finite number"),
+    ],
+)
+def test_a_default_that_no_setting_can_have_is_refused(kind: Any, default: Any, said: str) -> None:
+    """Else every node would refuse the run's settings in round 1."""
+    found = type(
+        "Mine", (MethodSettings,), {"__annotations__": {"step": kind}, "__module__": __name__, "step": default}
+    )
+    fedsub_app.register("mine", Method("a test's", found))
+    with pytest.raises(UserError, match=f"^mine.step = {said}$"):
+        resolve({"method": "mine"})
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
         if dot:
             sections.setdefault(section, {})[own_key] = value
     options = {name: _validated(_sections()[f"{name}."], own, f"{name}.") for name, own in sections.items()}
+    _check_values({f"{own_section}.{key}": value for key, value in options[own_section].toml().items()})  # the defaults
     general = {key: value for key, value in values.items() if "." not in key}
     return _validated(Settings, general | {"options": options[own_section]})
 
