@@ -285,6 +285,7 @@ def _in_range(y: Tensor, output: tuple[int, ...], low: int) -> Tensor:
 
 
 TASKS: dict[str, Task] = dict(zip(SCORES, (Classification(), MultiLabel(), Regression(), NextToken()), strict=True))
+KEPT: list[Task] = []  # objects of the program, also those that others have replaced: no other one gets their id
 
 
 def numbers(who: str, found: Any) -> dict[str, float]:
@@ -310,6 +311,8 @@ def registered(task: object) -> str:
     if not isinstance(task, Task):
         raise UserError(f"task = {task!r}: must be one of {', '.join(TASKS)}, or an object derived from fedsub.Task")
     name = next((name for name, known in TASKS.items() if known is task), f"{OWN}{type(task).__name__}")
+    if TASKS.get(name) is not task:
+        KEPT.append(task)
     TASKS[name] = task
     return name
 

@@ -17,7 +17,7 @@ from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import OWN, is_source, state_of
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.spelling import one_of
-from fedsub_app.common.tasks import TASKS, Task, task_of
+from fedsub_app.common.tasks import TASKS, task_of
 from fedsub_app.data import features, own, synthetic
 from fedsub_app.data.arrays import read_npz
 from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, read_files
@@ -35,7 +35,7 @@ def load_dataset(settings: DataSettings) -> Dataset:
     # The folder is part of the key: the environment may change between calls. So may a task of this name.
     folder = data_folder(settings.data_dir)
     state = _state(settings.dataset, folder) + state_of(settings.task)
-    return _load(settings.model_copy(update={"data_dir": str(folder)}), state, TASKS.get(settings.task))
+    return _load(settings.model_copy(update={"data_dir": str(folder)}), state, id(TASKS.get(settings.task)))
 
 
 def _state(dataset: str, data: Path) -> str:
@@ -56,14 +56,14 @@ def _state(dataset: str, data: Path) -> str:
 
 
 @lru_cache(maxsize=2)
-def _load(settings: DataSettings, state: str, task: Task | None) -> Dataset:
+def _load(settings: DataSettings, state: str, task_id: int) -> Dataset:
     if is_source(settings.dataset):
         keys, defaults = settings.toml(), DataSettings().toml()
         for key in ("features", "domains", "image-size", "train-per-class", "test-per-class"):
             if keys[key] != defaults[key]:
                 what = f"must be {defaults[key]!r} with dataset = {settings.dataset!r}, which is no set of images"
                 raise UserError(f"{key} = {keys[key]!r}: {what}")
-        return load_source(settings, task or task_of(settings.task))
+        return load_source(settings, task_of(settings.task))
     names = parts_of(settings.dataset, data_folder(settings.data_dir))
     if len(names) > 1 and set(names) & ALONE:
         raise UserError(f"dataset = {settings.dataset!r}: only image sets can be joined by '+', not synthetic ones")
@@ -105,7 +105,7 @@ def _load(settings: DataSettings, state: str, task: Task | None) -> Dataset:
         y = torch.cat([y + first for (_, y), first in zip(split, first_label, strict=True)])
         return own.Split(x, y, [name for name, (_, y) in zip(known, split, strict=True) for _ in range(len(y))])
 
-    task, whole = task or task_of(settings.task), labelled(samples[0], train)
+    task, whole = task_of(settings.task), labelled(samples[0], train)
     notes = tuple(f"{name}: {note}" for name, source in known.items() for note in source.notes)
     notes += features.notes(settings.features, settings.backbone_dir) if listed else ()
     output = task.output(whole.y, num_classes)
