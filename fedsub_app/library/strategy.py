@@ -5,6 +5,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from fedsub_app.models import as_defined, base_digest, check_float32, freeze, te
 from fedsub_app.models.sources import answer
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS, Method, check_hooks
+from fedsub_app.runs.recorded import RunFailed
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part
 from strategies.base import SubnetStrategy
@@ -118,6 +120,7 @@ class LibraryStrategy(Strategy):
         self._others: dict[str, Tensor] = {}  # arrays that no method changes: integers and a frozen base
         self._tied: dict[str, str] = {}  # further name of a tied weight -> its first name, under which it is sent
         self._order: list[str] = []
+        self._abandoned: list[str] = []  # the reasons
         self._round: tuple[ConfigRecord, Grid] | None = None
         self._folder: TemporaryDirectory[str] | None = None
 
@@ -134,6 +137,7 @@ class LibraryStrategy(Strategy):
         """Run Flower's own loop; the number of rounds is kept, because some methods need it beforehand.
 
         UserError: a config has keys, which are keywords of the strategy here, or a keyword needs :func:`fedsub.start`.
+        RunFailed: all rounds were abandoned.
         """
         for key, value in self.keys.items():
             if (key in OF_OUR_LOOP and value != defaults()[key]) or (key, value) == ("lr-schedule", "plateau"):
@@ -143,7 +147,11 @@ class LibraryStrategy(Strategy):
                 allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
                 raise UserError(f"{name} = {shown(dict(config))}: {allowed}")
         self.num_rounds = num_rounds
-        return super().start(grid, initial_arrays, num_rounds, timeout, evaluate_fn=evaluate_fn)
+        self._abandoned.clear()
+        result = super().start(grid, initial_arrays, num_rounds, timeout, evaluate_fn=evaluate_fn)
+        if len(self._abandoned) == num_rounds > 0:
+            raise RunFailed(f"all {num_rounds} rounds were abandoned; last reason: {self._abandoned[-1]}", Path())
+        return result
 
     def call_roll(self, grid: Grid) -> dict[str, Value]:
         """Wait for the nodes; return the keys of a run with all clients of these nodes."""
@@ -243,6 +251,7 @@ class LibraryStrategy(Strategy):
             log.warning("round %d: dropped client %d: %s", server_round, drop["client"], drop["reason"])
         if merged is None:
             log.warning("round %d is abandoned, the model stays: %s", server_round, report["abandoned"])
+            self._abandoned.append("; ".join([report["abandoned"], *(d["reason"] for d in report["dropped"][:1])]))
         return self.whole(merged) if merged is not None else None, metrics
 
     def configure_evaluate(
