@@ -83,16 +83,12 @@ class FedPeWS(SubnetStrategy):
             fixed = fixed_masks(self.units, shares)
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 
-    @property
-    def warming_up(self) -> bool:
-        return bool(self.stage(self.round))
-
     def stage(self, server_round: int) -> str:
         return "warm-up" if server_round <= self.options.warmup_rounds else ""
 
     def task(self, client: int) -> Task:
         """Send the global model and, in the warm-up, the others' mask probabilities or the fixed mask (line 6)."""
-        if not self.warming_up:
+        if not self.stage(self.round):
             return super().task(client)
         if self.options.masks == "fixed":
             covered = self.values_at(positions(self.units, self.fixed[client], self.current))
@@ -108,11 +104,11 @@ class FedPeWS(SubnetStrategy):
 
     @property
     def chooses_positions(self) -> bool:
-        return self.warming_up and self.options.masks == "learned"
+        return bool(self.stage(self.round)) and self.options.masks == "learned"
 
     def expected(self, client: int) -> Mapping[str, Spec]:
         """Expect the covered values of every tensor and, where masks are learned, the mask and its probabilities."""
-        if not self.warming_up:
+        if not self.stage(self.round):
             return super().expected(client)
         if self.settings.secure_aggregation:
             summed = [MASK, THETA] if self.options.others == "mean" else [MASK]
@@ -126,7 +122,7 @@ class FedPeWS(SubnetStrategy):
 
     def metrics(self, client: int) -> Mapping[str, Range]:
         metrics = super().metrics(client)
-        return {**metrics, "mask-density": Range(0, 1)} if self.warming_up else metrics
+        return {**metrics, "mask-density": Range(0, 1)} if self.stage(self.round) else metrics
 
     def mask_of(self, update: Update) -> torch.Tensor:
         """Return the neuron mask [h] under which a client trained in the warm-up."""
@@ -134,7 +130,7 @@ class FedPeWS(SubnetStrategy):
 
     def contribution(self, update: Update) -> Contribution:
         """Add the values that the client's mask covers (line 20, Eq. 4); after the warm-up all values."""
-        if not self.warming_up:
+        if not self.stage(self.round):
             return super().contribution(update)
         return self.contribution_at(update, positions(self.units, self.mask_of(update), self.current))
 
@@ -153,7 +149,7 @@ class FedPeWS(SubnetStrategy):
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Keep the clients' probabilities; report the number of hidden units that 0, 1, 2, … clients cover."""
         merged, theta = super().merge(mean, updates), self.theta.clone()
-        if not self.warming_up:
+        if not self.stage(self.round):
             return merged
         if self.settings.secure_aggregation:  # sums alone are known
             covered = self.total(updates, AT + MASK).clamp(min=0)  # a client lost since the count may have had any unit
