@@ -65,12 +65,8 @@ class HeteroFL(Narrow):
     def setup(self) -> None:
         super().setup()
         self.needs_classes("masked_loss")
-        self.output = self._output() if self.options.masked_loss else ()
-
-    def _output(self) -> tuple[str, ...]:
-        """Return the names of the head's tensors; :class:`UserError` where their rows are not the classes."""
-        try:
-            return output_names(self.model)
+        try:  # the names of the head's tensors, whose rows are the classes
+            self.output = output_names(self.model) if self.options.masked_loss else ()
         except TypeError as error:
             otherwise = f"or {self.settings.method}.masked-loss = false"
             raise UserError(f"model = {self.settings.model!r}: {error}, {otherwise}") from None
