@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Json, Tensors
+from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Spec, Update, formula_bytes
 from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean
@@ -124,11 +124,6 @@ class Merging:
         self._bytes += sum(tensor.nbytes for tensor in contribution.tensors.values())
         if self._bytes > WAITING_BYTES:
             self._sum()
-
-    @property
-    def report(self) -> Json:
-        """Entries for the round's line."""
-        return {"clipped-updates": self.clipped} if self._strategy.settings.server_clip else {}
 
     def result(self) -> Merged:
         """Return the outcome of the round; to be called once."""

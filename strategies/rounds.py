@@ -167,7 +167,8 @@ def merge_answers(
     phase.report = {**metrics, **phase.report, **{key: float(f"{value:.3g}") for key, value in sizes.items()}}
     phase.report |= {"bytes-down": phase.outbox.bytes_down, "formula-bytes-down": sum(phase.outbox.formula_of.values())}
     phase.report |= {"bytes-up": phase.bytes_up, "formula-bytes-up": merging.formula_bytes}
-    phase.report |= merging.report | _privacy(strategy) | (bounds.report if bounds else {})
+    phase.report |= {"clipped-updates": merging.clipped} if settings.server_clip else {}
+    phase.report |= _privacy(strategy) | (bounds.report if bounds else {})
     phase.report |= lost_states(strategy, "lost-state", updates)
     merged, reason = _merged(strategy, merging, diverged)
     phase.report["merge-seconds"] = merging.seconds
