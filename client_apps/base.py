@@ -14,7 +14,6 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
-from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.local import evaluate
 
 
@@ -38,11 +37,6 @@ class Client(ClientTools):
         return {}
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
-
-    def lost_state(self) -> None:
-        """Raise :class:`StateGone` where the client cannot go on without the state of its last merged reply."""
-        if self.irreplaceable:
-            raise StateGone(f"client {self.id} has lost its state: {self.irreplaceable}")
 
     def run_training(self, sent: Tensors, config: Json, measuring: bool = False) -> Update:
         """Train, or measure after the merge, and return the update with its costs."""

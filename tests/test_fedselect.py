@@ -27,7 +27,6 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
 from fedsub_app.subnets.selection import grow, selectable
 from fedsub_app.training.client import Training
-from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.workplace import workplace
 from strategies.fedselect import FedSelect
 
@@ -501,17 +500,14 @@ def test_a_lost_broadcast_is_repeated() -> None:
     assert all(torch.equal(second.tensors[n], made.current[n]) for n in WEIGHTS)
 
 
-def test_a_client_that_lost_its_state_says_so() -> None:
-    with pytest.raises(StateGone, match="client 0 has lost its state: its personal parameters are nowhere else"):
-        client({}).lost_state()
-
-
 def test_a_client_that_lost_its_state_begins_anew(run_local: Run, tmp_path: Path) -> None:
     """Its state is gone before round 3: dropped then, it grows from the empty mask in round 4."""
     grid = forgetful(tmp_path / "run", client=1, after=2)
     _, folder = run_with(partial(run_local, grid=grid), num_rounds=4, keep_checkpoints=0)
     lines = read_rounds(folder)
     assert [[drop["client"] for drop in line["dropped"]] for line in lines] == [[], [], [1], []]
+    said = "client 1 has lost its state: its personal parameters are nowhere else"
+    assert lines[-2]["dropped"][0]["reason"].endswith(said)
     masks = [own_masks(client_state(folder, k, 4), initial(KEYS)) for k in range(3)]
     share = [sum(int(m.sum()) for m in of.values()) / sum(m.numel() for m in of.values()) for of in masks]
     assert share[1] == pytest.approx(0.25, abs=0.01)

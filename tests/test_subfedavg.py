@@ -43,7 +43,6 @@ from fedsub_app.subnets.pruning import (
     published_bytes,
 )
 from fedsub_app.training.client import Training
-from fedsub_app.training.client_state import StateGone
 from fedsub_app.training.costs import forward_flops, training_flops
 from fedsub_app.training.workplace import workplace
 from strategies.mtl import MTL
@@ -887,18 +886,13 @@ def test_an_abandoned_round_takes_all_pruning_back() -> None:
     strategy.contribution(second)
 
 
-def test_a_client_that_lost_its_state_says_so() -> None:
-    _, client = made()
-    with pytest.raises(StateGone, match="client 0 has lost its state: its masks are not there"):
-        client(0, 2, {}).lost_state()
-
-
 def test_a_client_that_lost_its_state_begins_with_the_whole_network(run_local: Run, tmp_path: Path) -> None:
     """Its state is gone before round 3: dropped then, it is sent everything in round 4, and prunes anew."""
     grid = forgetful(tmp_path / "run", client=1, after=2)
     _, folder = run_with(partial(run_local, grid=grid), num_rounds=4, subfedavg__target=0.9)
     lines = read_rounds(folder)
     assert [[drop["client"] for drop in line["dropped"]] for line in lines if line["round"]] == [[], [], [1], []]
+    assert lines[-2]["dropped"][0]["reason"].endswith("client 1 has lost its state: its masks are not there")
     bits = [unprefixed("mask/", client_state(folder, k, 4)) for k in range(3)]
     first, again, last = (sum(int(np.unpackbits(packed.numpy()).sum()) for packed in of.values()) for of in bits)
     assert again > max(first, last)

@@ -155,8 +155,8 @@ def _run(places: Places, count: int, folder: Path, header: Json, task: Json, sen
     worker.lr = header.get("lr", worker.lr)
     if header["phase"] == MessageType.EVALUATE:
         return replace(worker.run_evaluation(sent, task, header["evaluate"]), state=(before, before))
-    if merged and not state:
-        worker.lost_state()
+    if merged and not state and worker.irreplaceable:
+        raise StateGone(f"client {client} has lost its state: {worker.irreplaceable}")
     if header["phase"] == MEASURE:
         return replace(worker.run_training(sent, task, measuring=True), state=(before, before))
     update = worker.run_training(sent, task)
