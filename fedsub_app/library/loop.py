@@ -78,14 +78,11 @@ def start(
         connected = strategy.connect(settings, initial_arrays, header)
 
         def measured(arrays: ArrayRecord) -> dict[str, float]:
-            return _numbers((evaluate_fn and evaluate_fn(connected.round, strategy.whole(arrays))) or {})
+            assert evaluate_fn
+            named = numbers("evaluate_fn", evaluate_fn(connected.round, strategy.whole(arrays)) or {})
+            if taken := sorted(named.keys() & OF_THE_ROUND):
+                what = f"{taken[0]!r}, which the round's line has of its own"
+                raise UserError(f"evaluate_fn: returned {what}; name it otherwise")
+            return named
 
         return run_rounds(grid, connected, run, measured if evaluate_fn else None)
-
-
-def _numbers(found: Mapping[str, float]) -> dict[str, float]:
-    """Return ``evaluate_fn``'s metrics as floats for the round's line."""
-    named = numbers("evaluate_fn", found)
-    if taken := sorted(named.keys() & OF_THE_ROUND):
-        raise UserError(f"evaluate_fn: returned {taken[0]!r}, which the round's line has of its own; name it otherwise")
-    return named
