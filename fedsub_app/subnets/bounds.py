@@ -50,11 +50,8 @@ def usual(values: Sequence[Size], past: Tensor | None, start: Size) -> Size:
 
     ``past`` is float64 ``[rounds, 2]``; ``start``, the size of the tensor that the changes started from, is a floor.
     """
-    known = [Size(*row) for row in past.tolist()] if past is not None else []
-    return Size(
-        max(median_low([v.rms for v in (*values, *known)]), FLOOR * start.rms),
-        max(median_low([v.peak for v in (*values, *known)]), FLOOR * start.peak),
-    )
+    every = [*values, *(past.tolist() if past is not None else ())]
+    return Size(*(max(median_low([v[k] for v in every]), FLOOR * start[k]) for k in (0, 1)))
 
 
 def remembered(past: Tensor | None, values: Sequence[Size], bound: Size) -> Tensor:
