@@ -61,7 +61,7 @@ class ClientTools:
         self.metrics: dict[str, float] = {}
         self.flops = self.published_flops = self.waited = 0.0
         self._loaded: Mapping[str, Tensor] = {}
-        self._runs = itertools.count()
+        self._runs = itertools.count()  # each run of a training augments by a generator of its own
 
     @property
     def attack(self) -> str:
@@ -99,10 +99,6 @@ class ClientTools:
     def dropout(self, purpose: str) -> AbstractContextManager[None]:
         """Seed the network's dropout by this client, the round and ``purpose``."""
         return drawing(self.place.device, self.settings.seed, self.round, self.id, f"dropout {purpose}")
-
-    def augmentation(self) -> torch.Generator | None:
-        """Return the generator of the next run's augmentation; ``None`` if nothing is augmented."""
-        return None if self.settings.augment == "none" else self.generator(f"augmentation {next(self._runs)}")
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +278,8 @@ class Training:
         """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be drawn at once."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
-        draws = client.augmentation()
+        augmented = client.settings.augment != "none"
+        draws = client.generator(f"augmentation {next(client._runs)}") if augmented else None
         before, device = self.samples, client.y.device
         total, seen = torch.zeros((), device=device), 0
         stack = side_by_side.get()
