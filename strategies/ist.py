@@ -55,10 +55,8 @@ class IST(Sliced):
         settings = self.settings
         for group in self.units:
             if group.size < settings.sample_size:
-                raise UserError(
-                    f"model = {settings.model!r}: layer {group.name} has {group.size} units for the "
-                    f"{settings.sample_size} clients of a round; allowed is at least one each"
-                )
+                least = f"the {settings.sample_size} clients of a round; allowed is at least one each"
+                raise UserError(f"model = {settings.model!r}: layer {group.name} has {group.size} units for {least}")
         self.dealt = {place.name for group in self.units for place in group.places if place.whole(group.size)}
 
     def units_of(self, client: int) -> dict[str, Tensor]:

@@ -248,10 +248,8 @@ class FedPeWSSettings(MethodSettings):
         """Return every client's share, equal ones where ``shares`` is empty."""
         shares = self.shares or (1 / num_clients,) * num_clients
         if len(shares) != num_clients or abs(sum(shares) - 1) > 1e-6:
-            raise ValueError(
-                f"fedpews.shares = {self.toml()['shares']!r}: must be num-clients = {num_clients} positive numbers "
-                "that add up to 1"
-            )
+            allowed = f"num-clients = {num_clients} positive numbers that add up to 1"
+            raise ValueError(f"fedpews.shares = {self.toml()['shares']!r}: must be {allowed}")
         return list(shares)
 
 

@@ -117,10 +117,9 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     """Return ``base`` with the changes in ``given``, which are refused while it runs."""
     for key, value in given.items() if runs else ():
         if getattr(base, key) != value:
-            raise UserError(
-                f"--{key.replace('_', '-')} {value}: the federation that runs in {folder} has {getattr(base, key)!r}; "
-                f"`fedsub federation down --dir {shlex.quote(str(folder))}` ends it"
-            )
+            has = f"the federation that runs in {folder} has {getattr(base, key)!r}"
+            ends = f"`fedsub federation down --dir {shlex.quote(str(folder))}` ends it"
+            raise UserError(f"--{key.replace('_', '-')} {value}: {has}; {ends}")
     if runs:
         return base
     partitions = {"partitions": given["nodes"]} if "nodes" in given else {}
@@ -132,16 +131,14 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
     if not federation.nodes and not federation.host:
         raise UserError("--nodes 0: only with --host, under which nodes of other machines reach the SuperLink")
     if federation.host and federation.insecure and federation.listen == commands.LOOPBACK:
-        raise UserError(
-            "--insecure: not with --host: its door asks for TLS; --listen 0.0.0.0 opens the SuperLink itself"
-        )
+        how = "--listen 0.0.0.0 opens the SuperLink itself"
+        raise UserError(f"--insecure: not with --host: its door asks for TLS; {how}")
     if federation.host:
         general_name(federation.host)
     if has_door(federation) and not commands.nginx():
-        raise UserError(
-            f"--host {federation.host}: needs nginx, the door through which nodes of other machines come in; "
-            "--listen 0.0.0.0 lets everybody who reaches the port start code on all nodes"
-        )
+        needs = "needs nginx, the door through which nodes of other machines come in"
+        without = "--listen 0.0.0.0 lets everybody who reaches the port start code on all nodes"
+        raise UserError(f"--host {federation.host}: {needs}; {without}")
     table = flower.connections().get(federation.name)
     if table is not None and table.get(flower.FOLDER_KEY) != str(folder):
         raise UserError(f"--name {federation.name}: Flower's config.toml has such a connection, to another SuperLink")
@@ -287,10 +284,9 @@ def status(folder: Path) -> tuple[bool, list[str]]:
     federation = read(folder)
     alive = running(federation.processes)
     security = "insecure" if federation.insecure else "TLS, node keys"
-    lines = [
-        f"connection {federation.name}: {commands.LOOPBACK}:{federation.port}, {security}, "
-        f"{federation.nodes} of {federation.partitions} nodes, in {folder}"
-    ]
+    nodes = f"{federation.nodes} of {federation.partitions} nodes"
+    where = f"{commands.LOOPBACK}:{federation.port}, {security}, {nodes}, in {folder}"
+    lines = [f"connection {federation.name}: {where}"]
     width = max(map(len, federation.processes))
     for name, process in federation.processes.items():
         memory = alive.get(name)

@@ -103,9 +103,8 @@ def setup(cluster: int | None = None) -> list[str]:
     written = hook.read_text() if hook.exists() else ""
     other = re.search(r"'FEDSUB_RUNS', '(.+)/runs'\)", written)
     if other and Path(other[1]) != PROJECT and (Path(other[1]) / "pyproject.toml").exists():
-        raise UserError(
-            f"{sys.prefix}: the environment of the checkout {other[1]}; delete {hook} to set it up for {PROJECT}"
-        )
+        how = f"delete {hook} to set it up for {PROJECT}"
+        raise UserError(f"{sys.prefix}: the environment of the checkout {other[1]}; {how}")
     lines = [f"environment {sys.prefix}{f', checkout {PROJECT}' if is_checkout() else ''}"]
     known, gpus = connections(), torch.cuda.device_count()
     for name in (CONNECTION, CLUSTER) if cluster or CLUSTER in known else (CONNECTION,):
@@ -193,10 +192,8 @@ def superlink() -> tuple[int, str] | None:
         if "flower-superlink" in command and "--simulation" in command and f"--port {port} " in command:
             if int(uid) == os.getuid() and str(Path(sys.prefix) / "bin") in command:
                 return int(pid), command
-            raise UserError(
-                f"the SuperLink on port {port} is of user {user}: {printable(command, 80)}; "
-                f"set {HTTP_PORT} and {CONTROL_PORT} to free ports, or stop process {pid}"
-            )
+            how = f"set {HTTP_PORT} and {CONTROL_PORT} to free ports, or stop process {pid}"
+            raise UserError(f"the SuperLink on port {port} is of user {user}: {printable(command, 80)}; {how}")
     return None
 
 

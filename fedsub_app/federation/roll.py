@@ -162,10 +162,8 @@ class Roll:
             clients = f"num-clients = {self.settings.num_clients} where each node has private data"
             raise BadReply(f"num-partitions = {count}: must be {clients}")
         if self.device == "cuda" and node.simulated and not node.gpu:
-            raise BadReply(
-                "it sees no GPU, the server uses one: its connection needs a share of them, which "
-                "`fedsub setup` writes; or device = cpu"
-            )
+            share = "its connection needs a share of them, which `fedsub setup` writes; or device = cpu"
+            raise BadReply(f"it sees no GPU, the server uses one: {share}")
         return node
 
     def _agree(self) -> None:

@@ -91,9 +91,8 @@ def client_app(
         problem = Problem.own(model, samples, settings, used, bool(node.in_shape), collate)
         problem.check_start()
         if node.in_shape and node.in_shape != (came := problem.data.in_shape):
-            raise UserError(
-                f"in_shape = {node.in_shape} of the strategy: samples of client {client} have {shape_shown(came)}"
-            )
+            have = f"samples of client {client} have {shape_shown(came)}"
+            raise UserError(f"in_shape = {node.in_shape} of the strategy: {have}")
         device, initial = pick_device(settings.device, settings.gpu_exact), partial(initial_model, node.folder)
         if settings not in networks:
             network = Network(problem.network().to(device))

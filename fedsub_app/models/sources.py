@@ -213,9 +213,8 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     if next_token:  # the network may have more tokens than the tokenizer, as a multiple of 64
         have = net.get_input_embeddings().num_embeddings
         if pretrained and have < num_classes:
-            raise UserError(
-                f"model = {model!r}: its weights have {have} tokens; the tokenizer's {num_classes} are more"
-            )
+            more = f"the tokenizer's {num_classes} are more"
+            raise UserError(f"model = {model!r}: its weights have {have} tokens; {more}")
         net.resize_token_embeddings(num_classes, mean_resizing=False)
     return _with_fresh(net, fresh, len(net.state_dict()) // 2) if pretrained else net
 

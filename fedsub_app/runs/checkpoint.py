@@ -44,9 +44,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         model, state = unprefixed("model/", tensors), unprefixed("state/", tensors)
         return Checkpoint(int(header["round"]), model, state, int(header["abandoned"]), header.get("run", ""))
     except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{path}: checkpoint is truncated or damaged ({error}); delete it to resume from the one before"
-        ) from None
+        how = "delete it to resume from the one before"
+        raise UserError(f"{path}: checkpoint is truncated or damaged ({error}); {how}") from None
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -185,10 +185,8 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
         recorded = read_recorded(folder)
         before, now = recorded.get("device", {}).get("type", device.type), device.type
         if settings.device == "auto" and before != now:
-            raise UserError(
-                f"device = 'auto': the run in {folder} was computed on {before}, here it would be {now}, with other "
-                f"rounding; device = {now} goes on with it"
-            )
+            here = f"here it would be {now}, with other rounding; device = {now} goes on with it"
+            raise UserError(f"device = 'auto': the run in {folder} was computed on {before}, {here}")
         then = recorded.get(OWN_CODE, {})
         for key, digest in _own_digests(settings).items():
             if then.get(key, digest) != digest:

@@ -297,7 +297,5 @@ def _read_here(settings: Settings, data_dir: str) -> Settings:
 
 
 def _other_code(theirs: str) -> str:
-    return (
-        f"this node runs other code (digest {code_digest()}) than the server ({theirs}): "
-        "stop the SuperLink or SuperNode that was started from another checkout"
-    )
+    how = "stop the SuperLink or SuperNode that was started from another checkout"
+    return f"this node runs other code (digest {code_digest()}) than the server ({theirs}): {how}"

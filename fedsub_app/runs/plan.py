@@ -109,10 +109,8 @@ def _clients(dataset: Dataset, partition: Partition) -> str:
     if len(sizes) > MAX_CLIENTS:
         classes = (counts > 0).sum(1)
         middle = sorted(sizes)[len(sizes) // 2]
-        return (
-            f"{len(sizes)} clients: {min(sizes)} to {max(sizes)} training samples (median {middle}), "
-            f"{int(classes.min())} to {int(classes.max())} classes"
-        )
+        samples = f"{min(sizes)} to {max(sizes)} training samples (median {middle})"
+        return f"{len(sizes)} clients: {samples}, {int(classes.min())} to {int(classes.max())} classes"
     header = ("client", "training", "validation", "test", "classes: samples")
     rows = []
     for client, (size, labels) in enumerate(zip(sizes, counts, strict=True)):

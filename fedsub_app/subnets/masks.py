@@ -56,10 +56,9 @@ def fixed_masks(groups: Sequence[UnitGroup], shares: Sequence[float]) -> list[di
         bounds = [int(group.size * sum(shares[:i]) + 1e-6) for i in range(num_clients + 1)]
         for client, masks in enumerate(clients):
             if shares[client] and bounds[client] == bounds[client + 1]:
-                raise UserError(
-                    f"num-clients = {num_clients}: client {client} would own none of the {group.size} units of layer "
-                    f"{group.name}; allowed: a share of at least one unit of every layer for each client"
-                )
+                none = f"client {client} would own none of the {group.size} units of layer {group.name}"
+                allowed = "allowed: a share of at least one unit of every layer for each client"
+                raise UserError(f"num-clients = {num_clients}: {none}; {allowed}")
             masks[group.name] = torch.zeros(group.size, dtype=torch.bool)
             masks[group.name][bounds[client] : bounds[client + 1]] = True
     return clients
