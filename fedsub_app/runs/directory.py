@@ -89,7 +89,6 @@ class Run:
             write_json(path, content)
 
     def audit(self, log: Path, event: str, **about: object) -> None:
-        """Append a line of this run to the audit log."""
         with self._writing(str(log)):
             append(log, event, run=self.run_id, **about)
 

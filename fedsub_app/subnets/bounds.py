@@ -62,7 +62,6 @@ def remembered(past: Tensor | None, values: Sequence[Size], bound: Size) -> Tens
 
 
 def fits(have: Size, bound: Size) -> bool:
-    """Say whether a change is within a bound."""
     return have.rms <= bound.rms and have.peak <= bound.peak
 
 

@@ -150,7 +150,6 @@ class Problem:
 
 
 def trained_part(settings: Settings) -> models.Trained:
-    """Return the trained part of the network, as the settings name it."""
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
     return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
