@@ -94,8 +94,10 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
     # From 0 to 100: no client moves their mean far.
     bounded = [name for name in names if score.high - score.low <= 100 and name.endswith(f"-{score.name}")]
     means = means_of(members, bounded) | means_of(members, [*{*names} - {*bounded}], strategy.robust)
-    if SPREAD in strategy.settings.metrics:
-        means |= _spread(members, names)
+    for key in names if SPREAD in strategy.settings.metrics else ():
+        if values := [update.metrics[key] for update in members if key in update.metrics]:
+            low, high = np.quantile(values, [0.1, 0.9])
+            means |= {f"{key}-sd": float(np.std(values)), f"{key}-q10": float(low), f"{key}-q90": float(high)}
     spent = {f"evaluate-{key}": value for key, value in sums_of(updates, ("flops",), strategy.robust).items() if value}
     phase.report |= means | spent
     phase.report |= lost_states(strategy, "evaluated-without-state", updates)
@@ -104,16 +106,6 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
     phase.report["evaluated"] = {update.client: update.metrics for update in updates}
     phase.report["not-evaluated"] = reasons(phase.dropped)
     return MetricRecord(dict(means)) if updates else None
-
-
-def _spread(updates: Sequence[Update], keys: Iterable[str]) -> dict[str, float]:
-    """Return standard deviation, 10 % and 90 % quantile of each metric over the clients that answered with it."""
-    spread: dict[str, float] = {}
-    for key in keys:
-        if values := [u.metrics[key] for u in updates if key in u.metrics]:
-            low, high = np.quantile(values, [0.1, 0.9])
-            spread |= {f"{key}-sd": float(np.std(values)), f"{key}-q10": float(low), f"{key}-q90": float(high)}
-    return spread
 
 
 def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
