@@ -102,8 +102,11 @@ class Merging:
         # A copy: a received tensor is a view of a whole message.
         kept = {name: values.get(name, x).clone() for name, x in strategy.remembered(update, contribution).items()}
         self._record(replace(update, tensors=kept), norms, formula_bytes(update.tensors))
-        if strategy.settings.min_contributors > 1:
-            self._count(contribution)
+        for name in contribution.tensors if strategy.settings.min_contributors > 1 else ():
+            old = strategy.current[name]
+            mask = contribution.whole(name, old)[1]
+            known = self._contributors.setdefault(name, torch.zeros(old.shape, dtype=torch.int32))
+            known += 1 if mask is None else mask
         self._wait(contribution)
 
     def add_block(self, valid: Sequence[Valid], mean: Tensors) -> None:
@@ -134,13 +137,6 @@ class Merging:
         merged = self._strategy.outcome(self._strategy.merge(_Kept(self._mean, kept), self.updates))
         self.seconds += time.perf_counter() - start
         return merged
-
-    def _count(self, contribution: Contribution) -> None:
-        for name in contribution.tensors:
-            old = self._strategy.current[name]
-            mask = contribution.whole(name, old)[1]
-            known = self._contributors.setdefault(name, torch.zeros(old.shape, dtype=torch.int32))
-            known += 1 if mask is None else mask
 
     def _sum(self) -> None:
         start = time.perf_counter()
