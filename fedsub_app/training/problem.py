@@ -137,7 +137,13 @@ class Problem:
     def unfrozen(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network without a frozen base or adapters."""
         model = self.build(self.seed if seed is None else seed)
-        return models.with_head(_of_width(model, self.width) if self.width < 1 else model, self.head)
+        if self.width < 1:
+            try:
+                groups = models.unit_groups(model)
+            except TypeError as error:  # no unit can be removed
+                raise UserError(f"model-width = {self.width:g}: {error}") from None
+            model = models.narrowed(model, groups, {group.name: group.kept(self.width) for group in groups})
+        return models.with_head(model, self.head)
 
     def _freshly_frozen(self, seed: int) -> nn.Module:
         with drawing(CPU, seed, "adapters"):
@@ -153,15 +159,6 @@ def trained_part(settings: Settings) -> models.Trained:
     lora = (settings.lora_rank, settings.lora_alpha, settings.lora_dropout, settings.lora_targets)
     moves_base, again = settings.options.moves_base, settings.gradient_checkpointing
     return models.Trained(settings.trainable, settings.base_dtype, *lora, moves_base, again)
-
-
-def _of_width(model: nn.Module, width: float) -> nn.Module:
-    """Return the network with a fraction of each hidden layer's units; :class:`UserError` where none can be removed."""
-    try:
-        groups = models.unit_groups(model)
-    except TypeError as error:
-        raise UserError(f"model-width = {width:g}: {error}") from None
-    return models.narrowed(model, groups, {group.name: group.kept(width) for group in groups})
 
 
 def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
