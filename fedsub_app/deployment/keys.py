@@ -98,7 +98,10 @@ def make_keys(
             key = ec.generate_private_key(ec.SECP384R1())
             write(name, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         if new or not (folder / f"{name}.pub").exists():
-            write(f"{name}.pub", _public(folder / name), private=False)
+            known = _read(folder / name, lambda text: load_ssh_private_key(text, None))
+            assert known
+            public = known.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+            write(f"{name}.pub", public + b"\n", private=False)
     for user in users:
         if not _serves(folder / f"user-{user}.pem"):
             # Signed by the key itself: the door lists it, and forgets it when told to.
@@ -120,12 +123,6 @@ def general_name(host: str) -> x509.GeneralName:
         if len(host) <= 253 and all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", x) for x in labels):
             return x509.DNSName(host)
     raise UserError(f"--host {host!r}: must be a name or an IP address") from None
-
-
-def _public(path: Path) -> bytes:
-    key = _read(path, lambda text: load_ssh_private_key(text, None))
-    assert key
-    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
 
 
 def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: int) -> Pair:
