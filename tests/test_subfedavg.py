@@ -972,19 +972,19 @@ def test_the_papers_cost_column() -> None:
     cifar, mnist = 62_006, 21_840
     printed = {2.48: 0.0, 2.12: 0.3, 1.88: 0.5, 1.64: 0.7}
     for gigabytes, pruned in printed.items():
-        assert round(published_bytes(500, 10, cifar, pruned) / 1e9, 2) == gigabytes
+        assert round(500 * 10 * published_bytes(cifar, pruned) / 1e9, 2) == gigabytes
     for megabytes, pruned in {524.16: 0.0, 448.0: 0.3, 397.21: 0.5, 346.43: 0.7}.items():
-        assert published_bytes(300, 10, mnist, pruned) / 1e6 == pytest.approx(megabytes, abs=0.0099)
+        assert 300 * 10 * published_bytes(mnist, pruned) / 1e6 == pytest.approx(megabytes, abs=0.0099)
     # LG-FedAvg: FedAvg first, then the upper linear layers alone
-    lg_cifar = published_bytes(450, 10, cifar) + published_bytes(50, 10, 120 * 84 + 84 + 84 * 10 + 10)
+    lg_cifar = 450 * 10 * published_bytes(cifar) + 50 * 10 * published_bytes(120 * 84 + 84 + 84 * 10 + 10)
     assert lg_cifar / 1e9 == pytest.approx(2.27, abs=0.0099)
-    lg_mnist = published_bytes(275, 10, mnist) + published_bytes(25, 10, 320 * 50 + 50 + 50 * 10 + 10)
+    lg_mnist = 275 * 10 * published_bytes(mnist) + 25 * 10 * published_bytes(320 * 50 + 50 + 50 * 10 + 10)
     assert round(lg_mnist / 1e6, 2) == 513.6
     # hybrid, 70 %: half of the channels, the linear layers' weights at 70 %
-    hybrid = published_bytes(300, 10, mnist, 0.7, sent=320 * 50 + 50 * 10, dense=5 * 25 + 10 * 5 * 25)
+    hybrid = 300 * 10 * published_bytes(mnist, 0.7, sent=320 * 50 + 50 * 10, dense=5 * 25 + 10 * 5 * 25)
     assert round(hybrid / 1e6, 2) == 342.31
     # CIFAR-10, with the 47.26 % that it prints: 3 and 8 channels
-    hybrid = published_bytes(500, 10, cifar, 0.4726, sent=58_920, dense=3 * 3 * 25 + 8 * 3 * 25)
+    hybrid = 500 * 10 * published_bytes(cifar, 0.4726, sent=58_920, dense=3 * 3 * 25 + 8 * 3 * 25)
     assert hybrid / 1e9 == pytest.approx(1.89, abs=0.0099)
 
 
@@ -1009,7 +1009,7 @@ def test_hybrid_cells_of_the_papers_cost_column_that_do_not_come_out(printed: st
     name, cost = printed.split()
     parameters, sent = {"CIFAR-10": (62_006, 58_920), "CIFAR-100": (69_656, 66_480)}.get(name, (21_840, 16_500))
     rounds, dense, unit = (500, 825, 1e9) if "CIFAR" in name else (300, 1375, 1e6)
-    found = published_bytes(rounds, 10, parameters, pruned, sent=sent, dense=dense) / unit
+    found = rounds * 10 * published_bytes(parameters, pruned, sent=sent, dense=dense) / unit
     assert round(found, len(str(ours).split(".")[1])) == ours
     assert abs(found - float(cost)) >= 0.01  # a unit of the last digit
 
@@ -1032,11 +1032,11 @@ def test_a_clients_cost_by_the_papers_formula() -> None:
     masks = plan.everything() | {"conv1": bits(*[1, 0] * 5), "conv2": bits(*[1, 0] * 10)}
     masks["fc1.weight"] = torch.zeros(50, 320, dtype=torch.bool)
     masks["fc1.weight"][0] = True  # 320 weights, of which half are of channels that are gone
-    expected = published_bytes(1, 1, 21_840, 1 - 660 / 16_500, sent=16_500, dense=5 * 25 + 10 * 5 * 25)
+    expected = published_bytes(21_840, 1 - 660 / 16_500, sent=16_500, dense=5 * 25 + 10 * 5 * 25)
     assert plan.published_bytes(masks) == pytest.approx(expected)
     plain = prunable(build_model("mnist-cnn", IN_SHAPE, 10, 0), "unstructured")
     half = {name: torch.arange(mask.numel()).view(mask.shape) % 2 == 0 for name, mask in plain.everything().items()}
-    assert plain.published_bytes(half) == pytest.approx(published_bytes(1, 1, 21_840, 10_875 / 21_840))
+    assert plain.published_bytes(half) == pytest.approx(published_bytes(21_840, 10_875 / 21_840))
 
 
 def test_linear_layers_cost_the_same_whether_their_weights_can_be_pruned() -> None:

@@ -70,12 +70,12 @@ class Prunable:
         parameters = sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] not in norms)
         positions = self.positions(masks)
         if not self.groups:
-            return published_bytes(1, 1, parameters, self.pruned(masks))
+            return published_bytes(parameters, self.pruned(masks))
         sent = sum(self.sizes[name] for name in self.weights)
         gone = sum(int((~positions[name]).sum()) for name in self.weights)
         whole = {n: size for n, size in self.sizes.items() if len(self.shapes[n]) > 1 and n not in self.weights}
         dense = sum(int(positions[n].sum()) if n in positions else size for n, size in whole.items())
-        return published_bytes(1, 1, parameters, gone / max(1, sent), sent, dense)
+        return published_bytes(parameters, gone / max(1, sent), sent, dense)
 
 
 def prunable(model: nn.Module, pruning: Pruning) -> Prunable:
@@ -152,16 +152,14 @@ def last_share(pruned: float, target: float, share: float, hybrid: bool) -> floa
     return (rest - 0.05 if rest > 0.16 else rest) if hybrid else min(0.05, rest)
 
 
-def published_bytes(
-    rounds: int, clients: int, parameters: int, pruned: float = 0.0, sent: int | None = None, dense: int = 0
-) -> float:
-    """Return the bytes of Table 1: down the whole network, up 32 bit a kept and 1 bit a pruned number.
+def published_bytes(parameters: int, pruned: float = 0.0, sent: int | None = None, dense: int = 0) -> float:
+    """Return Table 1's bytes of a client in a round: down the whole network, up 32 bit a kept, 1 bit a pruned number.
 
-    ``Cost = R x B x |W| x 2``, decoded from the numbers that it prints: all clients of a round together, no mask bits,
-    the target's pruning from the first round on. For hybrid pruning it reproduces few of them to the digit.
+    ``Cost = R x B x |W| x 2`` of R rounds of B clients, decoded from the numbers that it prints: no mask bits, the
+    target's pruning from the first round on. For hybrid pruning it reproduces few of them to the digit.
     ``parameters`` is |W|, biases included, without BatchNorm's; ``pruned`` in [0, 1] is a fraction of the ``sent``
     numbers, by default all, with hybrid pruning the linear layers' weights; ``dense`` counts further numbers that are
     sent whole, with hybrid pruning the remaining weights of the convolutions.
     """
     sent = parameters if sent is None else sent
-    return rounds * clients * (32 * parameters + 32 * (1 - pruned) * sent + pruned * sent + 32 * dense) / 8
+    return (32 * parameters + 32 * (1 - pruned) * sent + pruned * sent + 32 * dense) / 8
