@@ -20,7 +20,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.files import private
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import Update, finite
-from fedsub_app.secure.secagg import Member, ProtocolError, Vector
+from fedsub_app.secure.secagg import Member, ProtocolError
 from fedsub_app.secure.vectors import Layout, Scale, counting
 
 SECRET = "secure/"  # prefix of the tensors that are no method's
@@ -107,16 +107,14 @@ def answer(folder: Path, header: Json, task: Json, sent: Tensors) -> Update:
         return Update(client, {OPENED: to_rows([shares[c] for c in (*task["alive"], *task["lost"])])}, num_examples=1)
     else:
         sealed = dict(zip(task["neighbours"], to_bytes(sent[SHARES]), strict=True))
-        total = member.masked(_vector(load_file(store.change), header, task, sent), sealed)
-        reply = torch.from_numpy(total.view(np.int32))
+        kept = load_file(store.change)
+        if step == COUNTS:
+            vector = counting(kept["covered"], header["clients"])
+        else:
+            vector = Scale(**header["scale"]).vector(kept["change"], task["weight"], sent.get(OPEN))
+        reply = torch.from_numpy(member.masked(vector, sealed).view(np.int32))
     store.keep(member)
     return Update(client, {step: reply}, num_examples=1)
-
-
-def _vector(kept: Tensors, header: Json, task: Json, sent: Tensors) -> Vector:
-    if header["secure"] == COUNTS:
-        return counting(kept["covered"], header["clients"])
-    return Scale(**header["scale"]).vector(kept["change"], task["weight"], sent.get(OPEN))
 
 
 def withheld(folder: Path, header: Json, task: Json, sent: Tensors, update: Update) -> Update:
