@@ -76,7 +76,27 @@ def up(folder: Path, **changes: Any) -> Federation:
     folder = folder.resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(folder):
-        return _up(folder, changes)
+        known = read(folder) if (folder / STATE).exists() else Federation()
+        before = running(known.processes)
+        given = {key: value for key, value in changes.items() if value is not None}
+        federation = _configured(folder, known, bool(before), given)
+        keys = None if federation.insecure else folder / "keys"
+        made = make_keys(keys, [federation.host] if federation.host else [], federation.nodes) if keys else []
+        for path in made:
+            print(f"{path}: made")
+        old = federation.registered if (folder / "superlink.db").exists() else []
+        federation.registered = [number for number in old if folder / "keys" / commands.node(number) not in made]
+        if has_door(federation):
+            (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
+        pids = {name: federation.processes[name].pid for name in before}
+        wanted = _commands(folder, federation, keys).items()
+        federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
+        try:
+            Starting(folder, federation).all()
+        except BaseException:
+            stop({name: process for name, process in federation.processes.items() if name not in before})
+            raise
+        return federation
 
 
 @contextmanager
@@ -87,30 +107,6 @@ def _alone(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise UserError(f"{folder}: another `fedsub federation up` or `down` is at work there") from None
-
-
-def _up(folder: Path, changes: Mapping[str, Any]) -> Federation:
-    known = read(folder) if (folder / STATE).exists() else Federation()
-    before = running(known.processes)
-    given = {key: value for key, value in changes.items() if value is not None}
-    federation = _configured(folder, known, bool(before), given)
-    keys = None if federation.insecure else folder / "keys"
-    made = make_keys(keys, [federation.host] if federation.host else [], federation.nodes) if keys else []
-    for path in made:
-        print(f"{path}: made")
-    old = federation.registered if (folder / "superlink.db").exists() else []
-    federation.registered = [number for number in old if folder / "keys" / commands.node(number) not in made]
-    if has_door(federation):
-        (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
-    pids = {name: federation.processes[name].pid for name in before}
-    wanted = _commands(folder, federation, keys).items()
-    federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
-    try:
-        Starting(folder, federation).all()
-    except BaseException:
-        stop({name: process for name, process in federation.processes.items() if name not in before})
-        raise
-    return federation
 
 
 def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, Any]) -> Federation:
