@@ -26,10 +26,11 @@ class SparseClient(Client):
         self.load({name: sent[name] for name in self.network.tensors} | scatter(sent, masks))
         self.fit(keep=masks)
         self.state = {n: t for n, t in self.state.items() if not n.startswith(MASK)} | prefixed(MASK, pack_bits(masks))
-        return self.answer(self.trained(), masks, config["adjust"])
+        model = self.trained()
+        return self.answer(model, masks) if config["adjust"] else model | gather(model, masks)
 
-    def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
-        """Return the values that the masks keep; methods add their findings in rounds that adjust the masks."""
+    def answer(self, model: Tensors, masks: Tensors) -> Tensors:
+        """Return the values that the masks keep, with the method's findings, in a round that adjusts the masks."""
         return model | gather(model, masks)
 
     def slopes_of(self, names: Collection[str], batch: Tensor | None = None) -> Tensors:
@@ -51,29 +52,24 @@ class FedDSTClient(SparseClient):
 
     options: RegrownSettings
 
-    def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
+    def answer(self, model: Tensors, masks: Tensors) -> Tensors:
         """Return a new mask of the client's own and the values under it, 0 at the positions that have grown."""
-        if not adjust:
-            return super().answer(model, masks, adjust)
         new, survived = exchanged(model, self.slopes_of(masks), masks, self.options.share_at(self.round))
         model = model | {name: model[name] * kept for name, kept in survived.items()}
         if self.settings.secure_aggregation:
             return model | prefixed(AT, new)
-        return super().answer(model, new, adjust) | prefixed(MASK, new)
+        return super().answer(model, new) | prefixed(MASK, new)
 
 
 class PruneFLClient(SparseClient):
     """Measures the squared gradients of all weights after its training."""
 
-    def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
+    def answer(self, model: Tensors, masks: Tensors) -> Tensors:
         """Add the roots of the mean squared gradients of all weights, pruned ones included."""
-        answer = super().answer(model, masks, adjust)
-        if adjust:
-            names = weight_names(self.settings, self.network.module)
-            slopes = [self.slopes_of(names, batch) for batch in self.batches(1, "slopes")]
-            roots = {name: torch.stack([each[name] for each in slopes]).square().mean(0).sqrt() for name in names}
-            answer |= prefixed(SLOPE, roots)
-        return answer
+        names = weight_names(self.settings, self.network.module)
+        slopes = [self.slopes_of(names, batch) for batch in self.batches(1, "slopes")]
+        roots = {name: torch.stack([each[name] for each in slopes]).square().mean(0).sqrt() for name in names}
+        return super().answer(model, masks) | prefixed(SLOPE, roots)
 
 
 class FedRTSClient(SparseClient):
@@ -82,17 +78,14 @@ class FedRTSClient(SparseClient):
     options: RegrownSettings
     sends_slopes = False
 
-    def answer(self, model: Tensors, masks: Tensors, adjust: bool) -> Tensors:
-        answer = super().answer(model, masks, adjust)
-        if not adjust:
-            return answer
+    def answer(self, model: Tensors, masks: Tensors) -> Tensors:
         in_order = {name: masks[name] for name in self.network.tensors if name in masks}
         counts = exchange_counts(self.options, self.round, in_order)
         slopes = self.slopes_of(counts)
         sizes = {name: slope.abs().masked_fill(masks[name], -1) for name, slope in slopes.items()}
         named = largest_of_layers(sizes, counts)
         values = prefixed(SLOPE, gather(slopes, named)) if self.sends_slopes else {}
-        return answer | prefixed(GROW, named) | values
+        return super().answer(model, masks) | prefixed(GROW, named) | values
 
 
 class FedTinyClient(FedRTSClient):
