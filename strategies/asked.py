@@ -105,9 +105,7 @@ class FedTiny(Asked):
 
     options: FedTinySettings
     secure = Asked.secure
-
-    def first_masks(self) -> Tensors:
-        return Sparse.first_masks(self)
+    first_masks = Sparse.first_masks
 
     def stage(self, server_round: int) -> str:
         return "selection" if self.chooses(server_round) else ""
