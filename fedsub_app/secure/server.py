@@ -112,14 +112,9 @@ class Session:
         there = {*alive}
         sides = {c: [[o for o in self._graph[c] if (o in there) is kept] for kept in (True, False)] for c in alive}
         self._check((*alive, *{o for _, others in sides.values() for o in others}), there)
-
-        def question(client: int) -> Task:
-            return Task(client, {}, dict(zip(("alive", "lost"), sides[client], strict=True)))
-
-        def spec(client: int) -> Spec:
-            return Spec((len(self._graph[client]), SHARE), torch.uint8)
-
-        answers = self._ask(OPENED, alive, question, spec, {"opens": step})
+        tasks = {c: Task(c, {}, {"alive": kept, "lost": lost}) for c, (kept, lost) in sides.items()}
+        specs = {client: Spec((len(self._graph[client]), SHARE), torch.uint8) for client in alive}
+        answers = self._ask(OPENED, alive, tasks.__getitem__, specs.__getitem__, {"opens": step})
         shares: dict[int, list[bytes]] = {}
         for client, rows in answers:
             for other, share in zip((*sides[client][0], *sides[client][1]), to_bytes(rows), strict=True):
