@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, explained, one_line
+from fedsub_app.common.errors import UserError, explained
 from fedsub_app.common.late import alone
 from fedsub_app.common.machine import check_memory
 from fedsub_app.common.own_code import read_options
@@ -323,15 +323,12 @@ def by_flwr(dataset: Dataset, settings: PartitionSettings) -> list[Tensor]:
     with explained(f"partition-options = {settings.partition_options!r}:", 200):  # from options that it does not have
         made = kind(**{k: value for k, value in ours.items() if k in takes} | options)
         made.dataset = Table.from_dict({"label": labels[rows].tolist(), "source": names, "index": rows.tolist()})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns at every new draw; what matters is the error below
-            parts = made.num_partitions
-            clients = [made.load_partition(k)[:]["index"] for k in range(min(parts, settings.num_clients))]
-    except Exception as error:  # ValueError, or another error from options that it does not have
-        of = f"{len(labels)} samples over num-clients = {settings.num_clients}"
-        of += f" with {least} or more each" if (least := settings.min_samples) else ""
-        raise UserError(f"{key} = {settings.toml()[key]!r}: no partition of {of}: {one_line(error)}") from error
+    of = f"{len(labels)} samples over num-clients = {settings.num_clients}"
+    of += f" with {least} or more each" if (least := settings.min_samples) else ""
+    said = f"{key} = {settings.toml()[key]!r}: no partition of {of}:"
+    with explained(said), warnings.catch_warnings(action="ignore"):  # it warns at every new draw
+        parts = made.num_partitions
+        clients = [made.load_partition(k)[:]["index"] for k in range(min(parts, settings.num_clients))]
     if parts != settings.num_clients:  # of a natural id, of sizes, or of options
         said = f"partition = {settings.partition!r} makes {parts} parts, expected one a client"
         raise UserError(f"num-clients = {settings.num_clients}: {said}")
