@@ -177,12 +177,10 @@ def _archived(path: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
     with explained(f"{path}: not a readable archive"), tarfile.open(path, "r:*") as archive:
         for member in archive:
             parts = Path(member.name).parts[-3:]
-            if member.isfile() and _is_image(parts):
+            if member.isfile() and _is_image(parts) and (content := archive.extractfile(member)):
                 if member.size > MAX_UNPACKED:
                     raise ValueError(f"{member.name!r} of {member.size} bytes")
-                content = archive.extractfile(member)
-                if content is not None:
-                    yield parts, content.read()
+                yield parts, content.read()
 
 
 def read_pixels(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
