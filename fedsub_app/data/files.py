@@ -141,8 +141,7 @@ def list_images(path: Path) -> list[Listed]:
     split = folder_form(path) == "split"
     files = sorted(f for f in path.glob("*/*/*" if split else "*/*") if f.is_file())
     if split:
-        parts_of = ((f.relative_to(path).parts, f) for f in files)
-        return [(parts, f) for parts, f in parts_of if _is_image(parts)]
+        return [(place, f) for f in files if _is_image(place := f.relative_to(path).parts)]
     files = [file for file in files if _is_image(("train", *file.relative_to(path).parts))]
     numbers = {name: number for number, name in enumerate(sorted({file.parent.name for file in files}))}
     test = hold_out(torch.tensor([numbers[file.parent.name] for file in files]))
@@ -245,9 +244,7 @@ def _stack(
     rgb = any(image.ndim == 3 for image in images.values())
     arrays: dict[str, Array] = {}
     for split, (found, labels) in _in_splits(path, images, classes).items():
-        arrays[f"{split}_images"] = np.stack(
-            [np.repeat(x[..., None], 3, axis=2) if rgb and x.ndim == 2 else x for x in found]
-        )
+        arrays[f"{split}_images"] = np.stack([np.stack([x] * 3, 2) if rgb and x.ndim == 2 else x for x in found])
         arrays[f"{split}_labels"] = labels.numpy()
     return arrays
 
