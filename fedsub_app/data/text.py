@@ -68,11 +68,7 @@ def _trained(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
     tokenizer.pre_tokenizer = package.pre_tokenizers.Whitespace()
     how = {"vocab_size": vocabulary, "special_tokens": ["[PAD]", "[UNK]"], "show_progress": False}
     tokenizer.train_from_iterator(texts, getattr(package.trainers, trainer_kind)(**how))
-
-    def encode(some: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch(list(some))]
-
-    return Tokenizer(encode, tokenizer.get_vocab_size())
+    return Tokenizer(lambda some: [text.ids for text in tokenizer.encode_batch(list(some))], tokenizer.get_vocab_size())
 
 
 def padded(tokens: Sequence[Sequence[int]], length: int, pad: int = PAD) -> tuple[Tensor, Tensor]:
