@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
 from multiprocessing import active_children, get_context, parent_process
-from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from threading import Event, Thread
@@ -170,7 +169,7 @@ def _begin(turns: "SimpleQueue[str] | None") -> None:
     assert parent
 
     def watch() -> None:
-        wait_for([parent.sentinel])
+        parent.join()
         os._exit(1)
 
     Thread(target=watch, daemon=True).start()
