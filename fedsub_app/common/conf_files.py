@@ -27,10 +27,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{conf_name(path)}: not valid TOML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{conf_name(path)}: not valid TOML: nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{conf_name(path)}: not valid TOML: {reason}") from None
 
 
 def conf_name(path: Path) -> str:
