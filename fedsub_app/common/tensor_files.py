@@ -30,11 +30,10 @@ def round_files(folder: Path) -> dict[int, Path]:
     """Return the files that :func:`round_file` names in a folder, by round, oldest first; none if it is missing."""
     try:
         with os.scandir(folder) as entries:  # a fifth of the time of Path.glob: every client of a round asks
-            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file()]
+            numbers = [int(name[1]) for entry in entries if (name := _NAME.fullmatch(entry.name)) and entry.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    numbers = sorted(int(name.removeprefix("round-").partition(".")[0]) for name in names)
-    return {number: round_file(folder, number) for number in numbers}
+    return {number: round_file(folder, number) for number in sorted(numbers)}
 
 
 def write_tensors(
