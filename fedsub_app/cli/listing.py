@@ -63,9 +63,8 @@ def copy(
     """Copy an experiment or a table to a file that you can change and run."""
     files = experiments() | tables()
     if name not in files:
-        raise UserError(
-            f"cp {name}: {near(name, files, '`fedsub list experiments` and `fedsub list tables` show the names')}"
-        )
+        hint = near(name, files, "`fedsub list experiments` and `fedsub list tables` show the names")
+        raise UserError(f"cp {name}: {hint}")
     if target.suffix != ".toml":
         raise UserError(f"cp {name} {target}: the file's name must end in .toml")
     if target.exists():

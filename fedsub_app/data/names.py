@@ -132,9 +132,8 @@ def matching(pattern: str, data: Path) -> list[Path]:
 
 def find(folder: Path, name: str) -> Path | None:
     """Return ``folder/name`` or else the first ``folder/*/name`` that exists."""
-    return next(
-        (path for path in (folder / name, *sorted(folder.glob(f"*/{glob.escape(name)}"))) if path.exists()), None
-    )
+    paths = (folder / name, *sorted(folder.glob(f"*/{glob.escape(name)}")))
+    return next((path for path in paths if path.exists()), None)
 
 
 def folder_form(folder: Path) -> str:

@@ -94,9 +94,8 @@ def _split(data: object, name: str, collate: Collate | None, like: Split | None 
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate, like)
     x, y, groups = (*data, ())[:3]
-    groups = [
-        str(group) for group in (groups.tolist() if isinstance(groups, Tensor) else () if groups is None else groups)
-    ]
+    given = groups.tolist() if isinstance(groups, Tensor) else () if groups is None else groups
+    groups = [str(group) for group in given]
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
     stored = _inputs(x, name)

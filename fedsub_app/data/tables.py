@@ -210,9 +210,8 @@ def _dataset(
         x, form = [Samples(part) for part in stored], form_of(*stored, tokens=size)
     else:
         kinds = ", ".join(f"{name} ({column.dtype})" for name, column in zip(names, columns[0], strict=True))
-        raise UserError(
-            f"input = {', '.join(names)!r}: must be numbers or vectors, or one column of texts; they are {kinds}"
-        )
+        what = f"must be numbers or vectors, or one column of texts; they are {kinds}"
+        raise UserError(f"input = {', '.join(names)!r}: {what}")
     if isinstance(task, NextToken) and not y:
         raise UserError(f"task = {wanted.task!r}: input = {', '.join(names)!r}: must be one column of texts")
     first, second = (Split(*split) for split in zip(x, y, groups, strict=True))

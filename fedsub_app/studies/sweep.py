@@ -84,9 +84,8 @@ def _search_method(space: Space, method: str | None, trials: int | None) -> str:
     ranges = [key for key, values in space.items() if not isinstance(values, CategoricalDistribution)]
     method = method or ("random" if ranges or trials else "grid")
     if method == "grid" and ranges:
-        raise UserError(
-            f"{ranges[0]} = {as_written(space[ranges[0]])}: a range has no grid; --search random or optuna, or values"
-        )
+        given = f"{ranges[0]} = {as_written(space[ranges[0]])}"
+        raise UserError(f"{given}: a range has no grid; --search random or optuna, or values")
     if trials is None and (ranges or method == "optuna"):
         raise UserError("--trials: how many settings to try must be said, with a range and with Optuna")
     return method
