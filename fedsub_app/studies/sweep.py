@@ -139,10 +139,8 @@ def write_results(sweep: Sweep, command: str) -> None:
         files["best.toml"] = _toml(sweep.search, best, f"{verdict} {command}")
     for name, text in files.items():
         write_atomic(sweep.out / name, text.encode())
-    paths = [sweep.out / name for name in files]
-    if best:
-        paths.append(_draw(sweep, sweep.out / "sweep.png"))
-    print(f"\n{table}\n\n{verdict}\n", *paths, sep="\n")
+    pictures = [_draw(sweep, sweep.out / "sweep.png")] if best else []
+    print(f"\n{table}\n\n{verdict}\n", *(sweep.out / name for name in files), *pictures, sep="\n")
 
 
 def metric_in_words(metric: str, score: str) -> str:
