@@ -13,8 +13,6 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.late import uncollected
 from fedsub_app.common.spelling import Value
 
-QUICKSTART = "quickstart/digits"
-
 
 def run(
     words: Words = None,
@@ -69,7 +67,7 @@ def overrides_of(
     """Return the single keys that a command line of ``fedsub run`` asks for."""
     experiment, given = split(words, pairs)
     if not experiment and not given and not resume:
-        experiment = QUICKSTART
+        experiment = "quickstart/digits"
     overrides = checked(given)
     if experiment:
         name = str(Path(experiment).absolute()) if is_file(experiment) else experiment
