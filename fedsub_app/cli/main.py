@@ -55,10 +55,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="print the versions of fedsub and its packages",
+            "--version", callback=_print_version, is_eager=True, help="print the versions of fedsub and its packages"
         ),
     ] = False,
 ) -> None: ...

@@ -59,8 +59,7 @@ def sweep(
     metric: Annotated[
         str | None,
         Option(
-            metavar="NAME",
-            help="final score that ranks the trials (default: the clients' score on validation data)",
+            metavar="NAME", help="final score that ranks the trials (default: the clients' score on validation data)"
         ),
     ] = None,
     seeds: Annotated[int, Option(metavar="N", min=1, max=1000, help="runs of each setting")] = 1,
