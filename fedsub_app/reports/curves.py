@@ -83,11 +83,10 @@ class RunData:
     def command(self) -> str:
         """The command that repeats the run: its experiment and the keys that differ from it."""
         settings = self.settings
-        experiment = str(settings.get("experiment") or "")
+        method, experiment = str(settings["method"]), str(settings.get("experiment") or "")
         try:
-            before = base_keys(experiment, str(settings["method"]))
+            before = base_keys(experiment, method)
         except UserError:  # an experiment that is no longer there, or a method of another program
-            method = str(settings["method"])
             experiment, before = "", base_keys("", method) if method in METHODS else defaults()
         words = ["fedsub", "run", *([experiment] if experiment else [])]
         for key, value in settings.items():
@@ -141,7 +140,6 @@ class Curve(NamedTuple):
     score: Score = Score()
 
 
-Curves = dict[str, list[Curve]]
 LOSS = Score("loss", False, "")
 
 
@@ -184,7 +182,9 @@ def losses_of(groups: Sequence[Group]) -> dict[str, Score]:
     return {key: LOSS for key in (*(f"{kind}-loss" for kind in KINDS), "train-loss") if key in measured}
 
 
-def curves(groups: Sequence[Group], kinds: Callable[[Sequence[Group]], dict[str, Score]] = kinds_of) -> Curves:
+def curves(
+    groups: Sequence[Group], kinds: Callable[[Sequence[Group]], dict[str, Score]] = kinds_of
+) -> dict[str, list[Curve]]:
     """Return what is drawn of some groups: the title of a row of pictures -> its curves.
 
     A row is a score of all groups of a section, a curve a group; where there is one group alone, its scores
