@@ -72,7 +72,7 @@ class Backbone:
         from torchvision import models
 
         with drawing(CPU, "backbone", self.name):
-            net = getattr(models, self.name)(weights=None)
+            net: nn.Module = getattr(models, self.name)(weights=None)
         if self.file:
             with explained(f"{self.file}: not torchvision's weights of {self.name}", 200):
                 state = torch.load(self.file, map_location="cpu", weights_only=True)
@@ -80,10 +80,9 @@ class Backbone:
                 new_names = {name: re.sub(r"\.(norm|relu|conv)\.([12])\.", r".\1\2.", name) for name in state}
                 net.load_state_dict({new_names[name]: tensor for name, tensor in state.items()})
         if self.name == "densenet121":
-            return nn.Sequential(net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+            return nn.Sequential(net.get_submodule("features"), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
         net.fc = nn.Identity()
-        built: nn.Module = net.eval()
-        return built
+        return net.eval()
 
 
 @lru_cache(maxsize=2)
