@@ -58,8 +58,6 @@ SCORES = {  # of the tasks of tasks.py, by the setting ``task``
     "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (0.0, 1e12)),
     "next-token": Score(others=("perplexity",)),
 }
-
-
 SPREAD = "spread"  # value of the setting ``metrics`` for any task
 
 

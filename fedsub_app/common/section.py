@@ -94,8 +94,6 @@ Finite = Annotated[float, Field(ge=-MILLION, le=MILLION)]
 AmountOrNone = Annotated[float | None, Field(ge=0), ZERO_IS_NONE, PlainSerializer(lambda x: x or 0.0)]
 TextOrNone = Annotated[str | None, AfterValidator(lambda text: text or None), PlainSerializer(lambda text: text or "")]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed("must be names, separated by commas, or ''")]
-
-
 _KINDS = {
     "a valid number": "a number",
     "a valid integer": "an integer",

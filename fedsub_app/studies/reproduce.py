@@ -30,8 +30,6 @@ from fedsub_app.studies.evidence import check, difference, read_evidence, row_of
 from fedsub_app.studies.tables import Row, Table, read_table
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
-
-
 Runs = list[tuple[Row, list[Job]]]  # a table's rows, each with one run a seed
 
 
