@@ -67,10 +67,8 @@ def metric_of(settings: Settings, metric: str | None) -> str:
     client_kinds = [kind for kind in settings.evaluations if kind != "global"]
     if metric is None:
         if not settings.validation_fraction:
-            raise UserError(
-                "validation-fraction = 0.0: must be above 0, a sweep compares on validation data; "
-                f"--metric {settings.evaluations[0]} would compare on test data"
-            )
+            why = f"a sweep compares on validation data; --metric {settings.evaluations[0]} would compare on test data"
+            raise UserError(f"validation-fraction = 0.0: must be above 0, {why}")
         if not client_kinds:
             raise UserError("evaluate = 'global': must name global-local or personal, which have validation scores")
         return f"{client_kinds[0]}-validation"
