@@ -60,8 +60,7 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
 def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
     train, test, notes = _of_hub(wanted) if wanted.dataset.startswith("hf:") else _of_files(wanted)
     if task.classes and any(_mixed(rows, name) for rows in (train, test) for name in wanted.label):
-        train, test = (rows if rows is None else _in_words(rows, wanted) for rows in (train, test))
-        assert train is not None
+        train, test = _in_words(train, wanted), None if test is None else _in_words(test, wanted)
     if test is None:
         held_out = _held_out(train, wanted, task)
         train, test, notes = train[~held_out], train[held_out], (*notes, HELD_OUT)
@@ -152,9 +151,7 @@ def _frame(rows: Any) -> "pd.DataFrame":
 
     images = [name for name, kind in rows.features.items() if type(kind).__name__ == "Image"]
     table: pd.DataFrame = rows.remove_columns(images).to_pandas()
-    for name in images:
-        table[name] = [_pixels(image, name) for image in rows[name]]
-    return table
+    return table.assign(**{name: [_pixels(image, name) for image in rows[name]] for name in images})
 
 
 def _pixels(image: Any, column: str) -> Any:
