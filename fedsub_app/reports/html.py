@@ -113,9 +113,8 @@ def _clients(groups: Sequence[Group]) -> list[str]:
     for key, score in ((key, score) for key, score in kinds_of(groups).items() if kind_of(key) != "global"):
         lines = {}
         for number, group in enumerate(groups):
-            values = sorted(
-                c[key] for record in group.records for c in record.measured.values() if c.get(key) is not None
-            )
+            clients = [client for record in group.records for client in record.measured.values()]
+            values = sorted(client[key] for client in clients if client.get(key) is not None)
             if values:
                 lines[number] = (group.label, [100 * (k + 0.5) / len(values) for k in range(len(values))], values)
         if lines:
