@@ -302,10 +302,9 @@ class BatchProgress:
         if len(self._begun) == len(self._ended) or now - self._last <= LINE_SECONDS:
             return
         self._last = now
-        known = [job.settings.num_rounds for job, _ in self._begun.values()]
-        done = sum(
-            job.settings.num_rounds if name in self._ended else job.last_round for name, (job, _) in self._begun.items()
-        )
+        jobs = [job for job, _ in self._begun.values()]
+        known = [job.settings.num_rounds for job in jobs]
+        done = sum(n if job.name in self._ended else job.last_round for job, n in zip(jobs, known, strict=True))
         total = self._total * sum(known) / len(known)
         # A resumed run first goes back to its last checkpoint.
         rate = (done - sum(first for _, first in self._begun.values())) / (now - self._start)
