@@ -125,16 +125,15 @@ def _activations(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
                 rows.append([number, client, group.name, *(f"{part.mean():.5g}" for part in parts)])
     drawing = figure(3.2 * len(groups), 2.4 * len(clients))
     grid = drawing.subplots(len(clients), len(groups), squeeze=False)
-    for client in clients:
-        for column, group in enumerate(groups):
-            axes = grid[client][column]
+    for client, row in enumerate(grid):
+        for group, axes in zip(groups, row, strict=True):
             values = torch.stack([found[client][group.name] for found in history]).T
             axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
             if rounds[0] < last_staged < rounds[-1]:
                 axes.axvline(last_staged, color="white", linestyle="--", linewidth=1)
             axes.locator_params(axis="x", nbins=6, integer=True)
             axes.set_title(f"client {client}, {group.name}", fontsize="small")
-        grid[client][0].set_ylabel("unit")
+        row[0].set_ylabel("unit")
     for axes in grid[-1]:
         axes.set_xlabel("round")
     drawing.savefig(folder / "activations.png", dpi=120)
