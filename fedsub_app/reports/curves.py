@@ -145,7 +145,7 @@ LOSS = Score("loss", False, "")
 
 def curve(group: Group, key: str, label: str, number: int, score: Score) -> Curve | None:
     """Return the mean curve of ``key`` at the rounds that all runs of a group with any have measured, or ``None``."""
-    every = ({line["round"]: line for line in record.lines if line.get(key) is not None} for record in group.records)
+    every = ({line["round"]: line for line in record.lines if key in line} for record in group.records)
     measured = [lines for lines in every if lines]  # one may have failed, or have just begun
     rounds = sorted(set.intersection(*map(set, measured))) if measured else []
     if not rounds:
@@ -177,8 +177,7 @@ def kinds_of(groups: Sequence[Group]) -> dict[str, Score]:
 
 def losses_of(groups: Sequence[Group]) -> dict[str, Score]:
     """Return the losses that any run of some groups has measured, by the key of the line."""
-    lines = [line for group in groups for record in group.records for line in record.lines]
-    measured = {key for line in lines for key in line if line[key] is not None}
+    measured = {key for group in groups for record in group.records for line in record.lines for key in line}
     return {key: LOSS for key in (*(f"{kind}-loss" for kind in KINDS), "train-loss") if key in measured}
 
 

@@ -29,7 +29,7 @@ def _flat(line: Json) -> Json:
         elif key == "served":
             flat |= {f"{score}, {name}": each for score, of in value.items() for name, each in of.items()}
         elif not isinstance(value, dict) and key not in COSTS:
-            flat[key] = "" if value is None else value
+            flat[key] = value
     return flat
 
 
