@@ -150,12 +150,9 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
         return []
     sentences = []
     for key, kind in kinds_of(groups).items():
-        scores = {group.label: fmean(group.last(key)) for group in groups if group.last(key)}
-        spent = {
-            group.label: [fmean(group.cost(cost)) for cost in ("MB by formula", "GFLOPs")]
-            for group in groups
-            if group.label in scores
-        }
+        measured = [group for group in groups if group.last(key)]
+        scores = {group.label: fmean(group.last(key)) for group in measured}
+        spent = {group.label: [fmean(group.cost(cost)) for cost in ("MB by formula", "GFLOPs")] for group in measured}
         best = min(scores, key=lambda label: -scores[label] if kind.high_is_good else scores[label])
         limit = NEAR * scores[best] if kind.high_is_good else scores[best] / NEAR
         near = [label for label, score in scores.items() if kind.reached(score, limit)]
