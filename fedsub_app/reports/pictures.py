@@ -222,8 +222,7 @@ def svg(drawing: "Figure", title: str, lines: Sequence[Curve] = ()) -> str:
     text = StringIO()
     with rc_context({"svg.hashsalt": title}):  # the names of its parts: the same each time, others in each picture
         drawing.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    body = text.getvalue()
-    body = body[body.index("<svg") :]
+    body = "<svg" + text.getvalue().partition("<svg")[2]
     body = re.sub(r' id="run(\d+)"', r' class="run\1"', body)
     body = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", body)  # figure_1, axes_1: the same in every picture
     label = escape(title, quote=True)
