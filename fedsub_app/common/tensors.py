@@ -28,11 +28,8 @@ def brought(tensors: Mapping[str, torch.Tensor], device: torch.device = CPU) -> 
         some = {name: tensor for name, tensor in away.items() if tensor.dtype == dtype}
         values = [tensor.reshape(-1) for tensor in some.values()]
         sizes = [len(part) for part in values]
-        if pinned:
-            flat = torch.cat(values, out=torch.empty(sum(sizes), dtype=dtype, pin_memory=True))
-        else:
-            flat = torch.cat(values)
-        parts = flat.to(device, non_blocking=pinned).split(sizes)
+        out = torch.empty(sum(sizes), dtype=dtype, pin_memory=True) if pinned else None
+        parts = torch.cat(values, out=out).to(device, non_blocking=pinned).split(sizes)
         moved |= {name: part.view(some[name].shape) for name, part in zip(some, parts, strict=True)}
     return moved
 
