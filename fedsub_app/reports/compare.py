@@ -61,9 +61,8 @@ def summary_table(groups: Sequence[Group]) -> tuple[list[str], Rows]:
         row = [Cell(str(len(lines)), len(lines))]
         row += [_scored(group.last(key), score) for key, score in scores.items()]
         row += [_amount([of[-1]["round"] for of in lines if of] or [0])]
-        row += [
-            _amount([sum(line.get(key) or 0 for line in of) / unit for of in lines]) for key, unit in totals.values()
-        ]
+        sums = ([sum(line.get(key) or 0 for line in of) / unit for of in lines] for key, unit in totals.values())
+        row += map(_amount, sums)
         row += [Cell(str(dropped), dropped), Cell(str(abandoned), abandoned), Cell(status, status)]
         rows.append((group.label, row))
     for column, score in enumerate(scores.values(), 1) if len(rows) > 1 else ():
