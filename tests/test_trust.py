@@ -220,9 +220,10 @@ def test_the_formats_are_those_of_the_names() -> None:
         ("[" * 5000, "unknown key|not valid TOML"),
         (f"lr = {'[' * 5000}{']' * 5000}", "not valid TOML: nested too deeply$"),
         (f"{'.'.join('a' * 5000)} = 1", "unknown key|nested too deeply$"),
+        (f"lr = {'1' * 5000}", "not valid TOML: Exceeds the limit"),
         (r'"\u001b[2J" = 1', r"^\[2J = 1 in .*unknown key"),
     ],
-    ids=["open", "brackets", "dots", "escapes"],
+    ids=["open", "brackets", "dots", "digits", "escapes"],
 )
 def test_a_settings_file_of_a_stranger_is_one_line(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
