@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from fedsub_app.analysis.prediction import model_of, write_adapter
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.inputs import Inputs
+from fedsub_app.common.inputs import Inputs, form_of
 from fedsub_app.common.tasks import Classification
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Samples
+from fedsub_app.models import build_model
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.training.problem import Problem, _named
 
@@ -151,6 +152,16 @@ def test_a_language_model_is_tuned_for_the_next_token(
         UserError, match=r"^model = 'transformers:.*': its weights have 12 tokens; the tokenizer's \d+ are"
     ):
         run_local("other", **own | {"tokenizer": "characters"})
+
+
+def test_a_network_that_reads_the_next_token_is_refused(keys: dict[str, Any], run_local: Run) -> None:
+    """transformers makes a language model of BERT that attends to all tokens. Tokens with classes are another task."""
+    with pytest.raises(
+        UserError, match=r"^model = .*: reads the tokens that it predicts; must be a causal language mod"
+    ):
+        run_local(**keys, method="fedavg", task="next-token")
+    of_tokens = form_of(torch.randint(20, (9, 4)))
+    assert type(build_model(keys["model"], of_tokens, 2, 0)).__name__ == "BertForSequenceClassification"
 
 
 def test_tensors_that_the_weights_lack_are_named(

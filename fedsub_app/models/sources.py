@@ -200,7 +200,7 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     pretrained = given.pop("pretrained", False)
     config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
     images = not isinstance(in_shape, Form) and len(in_shape) == 3
-    next_token = isinstance(in_shape, Form) and in_shape.single
+    next_token = isinstance(in_shape, Form) and in_shape.single and in_shape.tokens == num_classes
     what = "ImageClassification" if images else "CausalLM" if next_token else "SequenceClassification"
     kind, fresh = getattr(transformers, f"AutoModelFor{what}"), list[str]()
     if pretrained:  # no pickle: weights are read from safetensors alone
@@ -216,6 +216,10 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
             more = f"the tokenizer's {num_classes} are more"
             raise UserError(f"model = {model!r}: its weights have {have} tokens; {more}")
         net.resize_token_embeddings(num_classes, mean_resizing=False)
+        with torch.no_grad():  # two texts that differ in their last token, which such as BERT's other tokens read
+            first, other = net.eval()(torch.tensor([[0, 0], [0, num_classes - 1]])).logits[:, 0]
+        if not torch.allclose(first, other, atol=1e-6):
+            raise UserError(f"model = {model!r}: reads the tokens that it predicts; must be a causal language model")
     return _with_fresh(net, fresh, len(net.state_dict()) // 2) if pretrained else net
 
 
