@@ -244,6 +244,8 @@ X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
         ((((X, X), Y), (X, Y)), None, r"test: samples of shape \(3,\): the training samples' is \(\(3,\), \(3,\)\)"),
         ((Rows([(X[0], Y), (X[0], Y[:3])]), (X, Y)), None, r"train: y of shapes \(3,\) and \(4,\): must be one shape"),
         (((X, Y, ["a"]), (X, Y)), None, "train: 1 groups for 4 samples: must be one a sample"),
+        (((X, Y, torch.ones(4)), (X, Y)), None, "^train: groups of floats: must be names or integers; weights of"),
+        (((X, Y, X[:, 0].numpy()), (X, Y)), None, "^train: groups of floats: must be names or integers; weights of"),
         (((X, Y), (X[:, :2], Y)), None, r"test: samples of shape \(2,\): the training samples' is \(3,\)"),
         ((Rows([(X[0], 1), (X[0, :2], 1)]), (X, Y)), None, r"train: x of shapes \(2,\) and \(3,\): must be one"),
         (

@@ -94,7 +94,9 @@ def _split(data: object, name: str, collate: Collate | None, like: Split | None 
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate, like)
     x, y, groups = (*data, ())[:3]
-    given = groups.tolist() if isinstance(groups, Tensor) else () if groups is None else groups
+    given = () if groups is None else groups.tolist() if hasattr(groups, "tolist") else groups
+    if any(isinstance(group, float) for group in given):
+        raise UserError(f"{name}: groups of floats: must be names or integers; weights of samples are not taken")
     groups = [str(group) for group in given]
     if not isinstance(y, Tensor):
         raise UserError(f"{name} = ({type(x).__name__}, {type(y).__name__}): {ALLOWED}")
