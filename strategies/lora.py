@@ -111,6 +111,8 @@ class FedIT(SubnetStrategy):
 class FFALoRA(FedIT, SharedPart):
     """Shares all but A, which stays at its common start."""
 
+    judged = True  # with this A the global model is whole
+
     def personal_names(self) -> Collection[str]:
         return {adapter.a for adapter in adapters(self.current)}
 

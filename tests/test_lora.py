@@ -226,6 +226,11 @@ def test_the_error_of_clipped_adapters_is_that_of_their_mean(made: Made) -> None
     assert merge_round(strategy, updates_of(strategy))["merge-error"] < 1e-5
 
 
+def test_robust_judges_the_global_model_that_is_whole(made: Made) -> None:
+    """FFA-LoRA's A is the same everywhere; FedSA-LoRA's B is each client's own."""
+    assert [made(method)[0].judged for method in ("fedit", "ffa-lora", "fedsa-lora")] == [True, True, False]
+
+
 def test_ffa_trains_no_a(made: Made) -> None:
     strategy, client = made("ffa-lora")
     a = {each.a for each in adapters(strategy.current)}

@@ -172,7 +172,7 @@ class DefenceSettings(FederationSettings):
     secure_aggregation: bool = False
     """The server gets the sum of the clients' updates, and no single update (SecAgg+; docs/security.md).
 
-    ``max-update-norm`` and ``robust`` do nothing then, and each client clips its own change to ``clip-norm``.
+    ``max-update-norm`` does nothing then, ``robust = "on"`` is refused; each client clips its change to ``clip-norm``.
     """
     secure_dropouts: Annotated[float, Field(ge=0, lt=0.5)] = 0.3
     """Fraction of a client's neighbours that secure-aggregation may lose; with more lost the round is abandoned."""
