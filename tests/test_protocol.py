@@ -201,6 +201,7 @@ def test_a_good_update_passes() -> None:
         ({"num-examples": None}, r"num-examples = None"),
         ({"num-examples": True}, r"num-examples = True"),
         ({"state": [3, 2]}, r"state = \[3, 2\]: must be two rounds"),
+        ({"state": [0, 10**30]}, r"state = \[0, 1000000000000000000000000000000\]: must be two rounds"),
         ({"state": [-1, 2]}, r"state = \[-1, 2\]"),
         ({"state": 3}, r"state = 3"),
         ({"state": None}, r"state = None"),

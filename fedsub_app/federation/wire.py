@@ -22,6 +22,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedsub_app.common.errors import printable
+from fedsub_app.common.section import MILLION
 from fedsub_app.common.tensors import Json, Tensors, brought
 from fedsub_app.federation.protocol import DTYPES, FAILURES, MAX_EXAMPLES, NAMES, BadReply, Range, Spec, Update, finite
 from fedsub_app.subnets.norms import squares
@@ -255,7 +256,7 @@ def read_update(
         raise BadReply(f"num-examples = {printable(repr(count), 40)}: must be {allowed}")
     values = _read_metrics(config.get("metrics"), metrics)
     match config.get("state"):
-        case [int(before), int(after)] if 0 <= before <= after:
+        case [int(before), int(after)] if 0 <= before <= after <= MILLION:
             return Update(int(config["client"]), tensors, values, count, state=(before, after), squares=distances)
     shown = printable(repr(config.get("state")), 40)
     raise BadReply(f"state = {shown}: must be two rounds, of its state before and after")
