@@ -92,6 +92,12 @@ def block(request, monkeypatch):
     monkeypatch.setattr(averaging, "BLOCK", request.param)
 
 
+def test_a_tiny_first_weight_makes_no_other_overflow() -> None:
+    """HetLoRA weighs by the norm of what a client sends."""
+    updates = [Contribution({"w": torch.tensor([x])}, None, weight) for x, weight in ((9.0, 1e-60), (1.0, 1.0))]
+    assert masked_mean({"w": torch.zeros(1)}, updates)["w"].tolist() == [1]
+
+
 def test_equal_weights_cancel_exactly() -> None:
     old, x = {"w": torch.zeros(100)}, torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     plain, weighed = (masked_mean(old, [Contribution({"w": row}, weight=w) for row in x])["w"] for w in (1.0, 0.7))

@@ -16,6 +16,7 @@ from fedsub_app.subnets.slices import ALL, Index, position, sliced_shape
 BLOCK = 1 << 16
 # Contributions of this many bytes are summed together: one after the other costs three times the memory traffic.
 WAITING_BYTES = 1 << 26
+LEAST = 1e-12  # a weight that others are divided by: HetLoRA's, a norm, may be any, and quotients overflow float32
 
 
 class Contribution(NamedTuple):
@@ -72,7 +73,7 @@ class MaskedMean:
     """:func:`masked_mean` of updates that come one after the other; it keeps sums, not updates, and refers to ``old``.
 
     The result is bit for bit that of all updates at once in the same order, however they are cut into :meth:`add`s.
-    Weights are divided by the first one, so that equal weights cancel exactly.
+    Weights are divided by the first one, unless it is tiny, so that equal weights cancel exactly.
     """
 
     def __init__(self, old: Mapping[str, Tensor]) -> None:
@@ -89,7 +90,7 @@ class MaskedMean:
         for update in updates:
             check(self._old, update)
         if self._unit is None and updates:
-            self._unit = updates[0].weight if updates[0].weight > 0 else 1.0
+            self._unit = updates[0].weight if updates[0].weight > LEAST else 1.0
         scaled = [update._replace(weight=update.weight / (self._unit or 1.0)) for update in updates]
         for update in scaled:
             self._total += update.weight
