@@ -121,7 +121,7 @@ class FedPart(SubnetStrategy):
             specs |= {f"{FIRST}{name}": Spec(specs[name].shape) for name in trained}
             specs |= {f"{SECOND}{name}": Spec(specs[name].shape, low=0) for name in trained}
             before = max((int(self.moments.get(f"{STEPS}/{name}", 0)) for name in trained), default=0)
-            limit = before + (self.settings.local_steps or self.max_samples(client))
+            limit = before + self.steps(self.max_examples(client))
             specs[STEPS] = Spec((len(trained),), torch.int64, low=1, high=limit)
         return specs
 

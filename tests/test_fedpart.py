@@ -23,6 +23,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.costs import training_flops
 from strategies.fedpart import FedPart, scheduled_group
+from strategies.server import Facts
 from strategies.settings import FedPartSettings
 
 Run = Callable[..., tuple[Json, Path]]
@@ -356,11 +357,14 @@ def test_a_client_against_the_others_does_not_count() -> None:
 
 
 def test_bad_moments_are_refused() -> None:
-    made = strategy(fedpart__momentum="mean")
+    """A step count beyond that of its samples makes the next rounds of all clients' Adam begin with long steps."""
+    made = strategy(fedpart__momentum="mean", local_epochs=2)
+    made.facts = Facts([900] * 3, 1.0, lambda _: 0.0)  # 2 epochs of 5 batches
     for name, value, said in (
         ("second/fc1.bias", -1.0, "'second/fc1.bias': values -1 to -1, expected 0 to inf"),
         ("steps", 0, "'steps': values 0 to 0, expected 1 to "),
-        ("steps", 2**62, "'steps': values 4.61169e.18 to 4.61169e.18, expected 1 to "),
+        ("steps", 11, "'steps': values 11 to 11, expected 1 to 10"),
+        ("steps", 2**62, "'steps': values 4.61169e.18 to 4.61169e.18, expected 1 to 10"),
     ):
         update = answer(made, 0)
         update.tensors[name].fill_(value)
