@@ -143,8 +143,10 @@ class FedTiny(Asked):
         """Choose by the losses, or merge and adjust as the family does."""
         if not self.stage(self.round):
             return super().merge(mean, updates)
-        best = int(self.weighted(updates, [update.tensors[LOSSES] for update in updates]).argmin())
-        return self.under(self.current, self.candidates[best])
+        losses = torch.stack([update.tensors[LOSSES] for update in updates])
+        centred = losses - losses.mean(1, keepdim=True)  # a client's level has no part in the median's choice
+        usual = centred.median(0).values if self.robust else self.weighted(updates, [*losses])
+        return self.under(self.current, self.candidates[int(usual.argmin())])
 
     def adjusted(self, model: Tensors, updates: Sequence[Update]) -> Tensors:
         """Exchange the smallest weights of the block for those of the largest mean gradient."""

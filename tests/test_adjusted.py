@@ -96,6 +96,16 @@ def test_fedtiny_takes_the_candidate_of_the_smallest_mean_loss() -> None:
     assert not strategy.stage(2)
 
 
+def test_one_client_alone_does_not_choose_fedtinys_candidate() -> None:
+    """With ``robust``: within the bounds on its losses, a client's 0 against 3 outweighs four clients."""
+    strategy = three("fedtiny", [1, 1, 1], [0.5, -0.6, 0.3], density=0.34, candidates=2)
+    strategy.settings = strategy.settings.model_copy(update={"robust": "on"})
+    vars(strategy)["candidates"] = [{"w.weight": torch.tensor([[k == 0, k == 1, False]])} for k in range(2)]
+    losses = [torch.tensor([0.0, 3.0]), *(torch.tensor([2.3, 2.2]) + level for level in (0.0, 0.1, 0.2, 0.3))]
+    merge_round(strategy, [Update(c, {"losses": x}, {}, 1) for c, x in enumerate(losses)])
+    assert strategy.masks["w.weight"].tolist() == [[False, True, False]]
+
+
 def test_fedtinys_first_candidate_has_no_noise() -> None:
     strategy, _ = made("fedtiny")
     assert isinstance(strategy, FedTiny)
