@@ -43,6 +43,18 @@ def reach(strategy: Hooks, clients: Sequence[int]) -> dict[int, float]:
     return {client: max(1.0, strategy.facts.examples[client] / max(1, middle)) for client in clients}
 
 
+def counted(strategy: Hooks, accepted: Sequence[Valid]) -> Sequence[Valid]:
+    """Return the updates with at most the median client's samples where the server has only the clients' word."""
+    if strategy.facts and strategy.facts.exact:
+        return accepted
+    most, found = median_low([valid.update.num_examples for valid in accepted]), list[Valid]()
+    for update, contribution, norms in accepted:
+        fewer = replace(update, num_examples=min(update.num_examples, most))
+        share = strategy.summed_weight(fewer) / (strategy.summed_weight(update) or 1.0)
+        found.append(Valid(fewer, contribution._replace(weight=contribution.weight * share), norms))
+    return found
+
+
 class Bounds:
     """The bounds of one round.
 
@@ -63,6 +75,7 @@ class Bounds:
 
     def bounded(self, accepted: Sequence[Valid]) -> list[Valid]:
         """Return a round's accepted updates, all of them measured, within its bounds; to be called once."""
+        accepted = counted(self._strategy, accepted)
         sizes = [self._sizes[valid.update.client] for valid in accepted]
         starts: dict[str, Size] = {}
         for valid, found in zip(accepted, sizes, strict=True):

@@ -18,7 +18,7 @@ from helpers import METHOD_KEYS, rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_hostile import METHODS_THAT_DIFFER, Scene, closed, opened, scene  # noqa: F401  (a fixture)
+from test_hostile import METHODS_THAT_DIFFER, Scene, closed, opened, scene, spoiling  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError
@@ -437,6 +437,22 @@ def robust(scene: Callable[[str], Scene], method: str) -> Scene:  # noqa: F811
     """The scene of a method with ``robust``."""
     place = scene(method)
     return replace(place, settings=place.settings.model_copy(update={"robust": "on"}))
+
+
+def test_a_false_number_of_private_samples_buys_no_weight(scene: Callable[[str], Scene]) -> None:  # noqa: F811
+    """The mean was this client's alone; FedNova made steps of 10^4 clients' length."""
+
+    def claim(header: Json, arrays: dict[str, Array]) -> None:
+        for part in header["parts"]:
+            part["num-examples"] = 10**6 if part["client"] == HOSTILE else part["num-examples"]
+
+    for method in ("fedavg", "fednova"):
+        place = robust(scene, method)
+        bound = replace(place.facts, examples=[10**6] * 7, exact=False)
+        place = replace(place, settings=place.settings.model_copy(update={"weighting": "examples"}), facts=bound)
+        models = [place.merged(spoil)[1] for spoil in (lambda reply: [reply], spoiling(claim))]
+        honest, other = (torch.cat([(m[n] - x).flatten() for n, x in place.model.items()]) for m in models if m)
+        assert (other - honest).norm() < 0.05 * honest.norm(), method
 
 
 def test_an_honest_round_is_kept(scene: Callable[[str], Scene]) -> None:  # noqa: F811
