@@ -6,6 +6,7 @@ where the round is abandoned. A client continues from the state of its last merg
 asked for.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -110,7 +111,7 @@ class Hooks(Server):
 
     def max_flops(self, client: int) -> float:
         """Return an upper bound on the FLOPs of a client in a round."""
-        return MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else 1e24
+        return min(MAX_PASSES * self.facts.sample_flops * self.max_samples(client) if self.facts else math.inf, 1e24)
 
     def norms(self, update: Update, contribution: Contribution) -> Mapping[str, float]:
         """Return an update's Euclidean norms by name; they are compared with those of the round's other updates.

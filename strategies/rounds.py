@@ -159,7 +159,8 @@ def merge_answers(
     # Costs are those of replies that passed the checks: the claims of a refused reply are not trusted.
     updates = merging.updates
     names = {name: None for update in updates for name in update.metrics if name not in COSTS}
-    whole = strategy.facts.sample_flops if strategy.facts else 0.0
+    flops = strategy.facts.sample_flops if strategy.facts else math.inf  # inf: unknown, in a Flower app of your own
+    whole = flops if flops < math.inf else 0.0
     costs = sums_of(updates, COSTS, strategy.robust, strategy.fitted, whole)
     metrics = means_of(updates, names, strategy.robust) | costs
     # The server's own measurements override the clients' metrics.

@@ -310,6 +310,21 @@ def test_what_has_hurt_is_refused_by_name(
         assert text.startswith(reason), text
 
 
+@pytest.mark.parametrize("on", ["off", "on"])
+def test_flops_of_a_network_that_the_server_cannot_count(on: str, scene: Callable[[str], Scene]) -> None:
+    """As in a Flower app with max_examples: one claim ended the run; with ``robust`` it has no part in the record."""
+    place = scene("fedavg")
+    place = replace(place, settings=place.settings.model_copy(update={"robust": on}))
+    place = replace(place, facts=replace(place.facts, sample_flops=math.inf))
+    for value in (10**400, 1e308, math.inf):
+        said = reasons(check(place, metric("flops", value)))
+        assert all(text.startswith("metric 'flops' = ") for text in said.values())
+        assert said.keys() == set(HOSTILE)
+        assert all("1e+24" in drop["reason"] for drop in place.evaluated(metric("flops", value))["not-evaluated"])
+    flops = check(place, metric("flops", 1e24)).phase.report["flops"]
+    assert (flops < 2 * place.expected[0]["flops"]) == (on == "on")
+
+
 def test_unasked_parts_are_never_decoded(scene: Callable[[str], Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     """300 of them refer to a megabyte of bits, which would be 2.4 GB."""
     unpacked: list[int] = []
