@@ -33,7 +33,7 @@ def blocks(strategy: Hooks, clients: Sequence[int]) -> dict[int, int]:
         return {}
     sent, wanted = strategy.task(clients[0]).tensors, strategy.expected(clients[0]).keys()
     same = bool(wanted) and all(name in sent and sent[name] is strategy.current.get(name) for name in wanted)
-    fits = same and not strategy.federation.pinned
+    fits = same and strategy.simulated and not strategy.federation.pinned
     return numbers if fits and all(strategy.expected(client).keys() == wanted for client in clients) else {}
 
 

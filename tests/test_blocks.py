@@ -14,11 +14,16 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.blocks import BLOCK, MANY, block_parts, blocks_of
 from fedsub_app.federation.local_grid import LocalGrid
+from fedsub_app.federation.nodes import Federation
 from fedsub_app.federation.protocol import Update
+from fedsub_app.federation.roll import Node
 from fedsub_app.runs import node
+from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS, Method
 from fedsub_app.settings import MethodSettings
+from fedsub_app.training.workplace import workplace
 from strategies.base import Mean, Merged, SubnetStrategy
+from strategies.blocks import blocks
 
 Run = Callable[..., tuple[Json, Path]]
 START = {"w": torch.zeros(3), "b": torch.zeros(())}
@@ -63,6 +68,17 @@ def test_clients_that_fail_diverge_or_are_far_too_long_are_left_out() -> None:
     ]
     assert [config.get("lost", config.get("diverged")) for config in configs] == [None, True, True, None, None, None]
     assert asked({0: -1.0, 1: -1.0})[1] == {}
+
+
+def test_real_nodes_take_no_means() -> None:
+    """Their updates are compared, wherever the clients are placed."""
+    keys = {name.replace("_", "-"): value for name, value in CROWD.items()}
+    found = resolve(keys | {"model": "feature-mlp", "placement": "balanced", "robust": "off"})
+    strategy = METHODS["fedavg"].strategy(found, workplace(found).network.module)
+    strategy.connect(Federation(found, {}))
+    for simulated in (True, False):
+        strategy.federation.roll.nodes = {2: Node(2, 0, 1, simulated)}
+        assert bool(blocks(strategy, range(MANY + 3))) == simulated
 
 
 @pytest.mark.timeout(60)  # taken up again it would be left out again, for ever
