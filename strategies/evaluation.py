@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median_low
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -90,9 +90,7 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
             phase.dropped.append(Dropped(client, str(error)))
     members = [update for update in updates if update.client not in held_out(strategy.settings)]
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})
-    score = strategy.score
-    # From 0 to 100: no client moves their mean far.
-    bounded = [name for name in names if score.high - score.low <= 100 and name.endswith(f"-{score.name}")]
+    bounded = [name for name in names if _is_bounded(strategy) and name.endswith(f"-{strategy.score.name}")]
     means = means_of(members, bounded) | means_of(members, [*{*names} - {*bounded}], strategy.robust)
     for key in names if SPREAD in strategy.settings.metrics else ():
         if values := [update.metrics[key] for update in members if key in update.metrics]:
@@ -106,6 +104,11 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
     phase.report["evaluated"] = {update.client: update.metrics for update in updates}
     phase.report["not-evaluated"] = reasons(phase.dropped)
     return MetricRecord(dict(means)) if updates else None
+
+
+def _is_bounded(strategy: Hooks) -> bool:
+    """Say whether a score is from 0 to 100, so that no client moves a mean far."""
+    return strategy.score.high - strategy.score.low <= 100
 
 
 def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
@@ -127,7 +130,8 @@ def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
         ranked = sorted(members.values(), reverse=not strategy.score.high_is_good)
         groups["worst decile"] = ranked[: max(1, round(len(ranked) / 10))]
         groups["held out"] = [value for client, value in of_client.items() if client in out]
-        if means := {name: fmean(values) for name, values in groups.items() if values}:
+        mean = fmean if _is_bounded(strategy) or not strategy.robust else median_low
+        if means := {name: mean(values) for name, values in groups.items() if values}:
             served[key] = means
     return served
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fedsub_app.common.conf_files import read_toml
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.score import SCORES
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json, Tensors
@@ -462,6 +463,9 @@ def test_scores_by_class_decile_and_held_out_by_hand(two: str) -> None:
     assert served.keys() == classes | {"held out", "worst decile"}
     fast = [client for client in members if chosen.client_devices.of(client).name == "fast"]
     assert served["device fast"] == fmean(fast)
+    strategy.score, strategy.robust = SCORES["regression"], True
+    updates = [Update(client, {}, {"personal-rmse": 1e9 if client == fast[0] else 1.0}) for client in range(23)]
+    assert by_client(strategy, updates)["personal-rmse"]["device fast"] == 1.0, "one client moves no group's error far"
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
