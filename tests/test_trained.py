@@ -164,6 +164,41 @@ def test_a_network_that_reads_the_next_token_is_refused(keys: dict[str, Any], ru
     assert type(build_model(keys["model"], of_tokens, 2, 0)).__name__ == "BertForSequenceClassification"
 
 
+READER = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_tokens, num_classes, both):
+        super().__init__()
+        self.embed = nn.Embedding(num_tokens, 4)
+        self.read = nn.GRU(4, 4, batch_first=True, bidirectional=both)
+        self.classes = nn.Linear(4 + 4 * both, num_classes)
+
+    def forward(self, x):
+        return self.classes(self.read(self.embed(x))[0])
+
+def tags(seed):
+    x = torch.randint(9, (40, 6))
+    return (x[:30], x[:30] % 3), (x[30:], x[30:] % 3)
+"""
+
+
+def test_a_network_of_ones_own_that_reads_the_next_token_is_refused(
+    keys: dict[str, Any], run_local: Run, tmp_path: Path
+) -> None:
+    """It may read all tokens where it predicts other labels of them."""
+    (tmp_path / "net.py").write_text(READER)
+    own = keys | {"model": f"{tmp_path}/net.py:Net", "trainable": "", "task": "next-token", "num_clients": 2}
+    both = own | {"model_options": "both=True", "method": "fedavg"}
+    with pytest.raises(
+        UserError, match=r"^model = '.*net.py:Net': reads the tokens that it predicts; must be a causal"
+    ):
+        run_local(**both)
+    run_local("one way", **both | {"model_options": "both=False"})
+    run_local("tags", **both | {"dataset": f"{tmp_path}/net.py:tags", "input": ""})
+
+
 def test_tensors_that_the_weights_lack_are_named(
     keys: dict[str, Any], bert: Path, run_local: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -234,6 +234,14 @@ class NextToken(Classification):
         return _in_range(y.long(), output, low=IGNORED)
 
 
+def are_next(x: Tensor, y: Tensor) -> bool:
+    """Say whether the labels of tokens [n, length] are the next tokens, and not others such as parts of speech."""
+    if x.shape != y.shape:
+        return False
+    known = (y[:, :-1] != IGNORED) & (y[:, 1:] != IGNORED)  # behind a text's last token x is padding
+    return torch.equal(x[:, 1:][known], y[:, :-1][known].to(x.dtype))
+
+
 def rank_counts(scores: Tensor, true: Tensor) -> Sums:
     """Return counts of positive and negative samples, int64 [labels, bins]; ``scores`` [n, labels], bins to ±1000."""
     offsets = torch.arange(true.shape[1], device=true.device) * BINS

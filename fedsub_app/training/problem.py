@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fedsub_app import models
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.failures import machine_failure
-from fedsub_app.common.inputs import Shape
+from fedsub_app.common.inputs import Form, Shape
 from fedsub_app.common.own_code import is_source, state_of
 from fedsub_app.common.seeds import drawing
-from fedsub_app.common.tasks import Task, measured, task_of
+from fedsub_app.common.tasks import NextToken, Task, are_next, measured, task_of
 from fedsub_app.common.tensors import CPU, Tensors
 from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
 from fedsub_app.data.names import in_data_folder
@@ -121,6 +121,25 @@ class Problem:
         if not math.isfinite(loss):
             raise UserError(f"the loss of the first {len(y)} training samples is {loss} before round 1: must be finite")
         measured(self.task, self.task.sums(output.detach(), y))
+        form = self.data.in_shape
+        if isinstance(self.task, NextToken) and isinstance(form, Form) and isinstance(x, Tensor) and are_next(x, y):
+            self._check_causal(model.eval(), x, form.tokens)
+
+    def _check_causal(self, model: nn.Module, x: Tensor, tokens: int) -> None:
+        """Refuse a network whose outputs change with later tokens.
+
+        Two texts that differ in their second half are a batch each, so that equal sums are rounded equally.
+        """
+        middle, other = x.shape[1] // 2, x[:1].clone()
+        other[:, middle:] = (other[:, middle:] + 1) % tokens
+        with torch.no_grad():
+            outputs = []
+            for text in (x[:1], other):
+                with torch.random.fork_rng(devices=[]):
+                    outputs.append(model(text)[:, :middle])
+        if not torch.allclose(outputs[0], outputs[1], atol=1e-6):
+            must = "must be a causal language model"
+            raise UserError(f"model = {self.name!r}: reads the tokens that it predicts; {must}")
 
     def network(self, seed: int | None = None) -> nn.Module:
         """Return a fresh network on the CPU: the initial global model, or another seed's model on the same base."""
