@@ -423,6 +423,16 @@ def test_next_tokens_by_hand() -> None:
     assert (ids.tolist(), mask.tolist()) == ([[1, 2, 3], [0, 0, 0]], [[1, 1, 1], [1, 0, 0]])
 
 
+@pytest.mark.parametrize("text", [[8, 1, 2, 9], [9, 1, 2, 8]])
+def test_a_texts_first_and_last_token_are_of_one_vocabulary(text: list[int]) -> None:
+    """The first one is no label and the last one no input; other labels of tokens have their own numbers."""
+    texts = torch.tensor([text] * 3)
+    for part, tokens in (((texts[:, :-1], texts[:, 1:]), 10), ((texts, texts % 3), 3)):
+        data = own_dataset((part, part), TOKENS)
+        assert isinstance(data.in_shape, Form)
+        assert (data.num_classes, data.in_shape.tokens) == (tokens, 10)
+
+
 @pytest.mark.parametrize("name", ["characters", "words", "bpe"])
 def test_tokenizers_of_the_training_texts(name: str) -> None:
     if name != "characters":

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.inputs import Batch, Form, Inputs, Shape, form_of, joined, shape_shown
 from fedsub_app.common.own_code import OWN
-from fedsub_app.common.tasks import Task
+from fedsub_app.common.tasks import NextToken, Task, are_next
 from fedsub_app.data.samples import AnySamples, Dataset, LazySamples, Samples, channels_last
 
 Collate = Callable[[list[Any]], Any]  # items -> (x, y), or a mapping with "label" or "labels"
@@ -53,8 +53,15 @@ def own_dataset(
     if isinstance(first, Form) != isinstance(second, Form):  # of one shape: one tensor each
         kinds = ("numbers", "integers") if isinstance(second, Form) else ("integers", "numbers")
         raise UserError(f"test: x of {kinds[1]}: the training samples' is of {kinds[0]}")
-    form = form_of(*(one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)))
-    return dataset_of(name, train, test, task, form, output_for and output_for(form))
+    every = [one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)]
+    form, output = form_of(*every), None
+    if output_for:
+        output = output_for(form)
+    elif isinstance(task, NextToken) and isinstance(every[0], Tensor) and are_next(every[0], train.y):
+        # One vocabulary: a text's first token is no label, its last one no input.
+        size = 1 + max(int(part.max()) for part in (*every, train.y, test.y) if isinstance(part, Tensor) and len(part))
+        form, output = form_of(*every, tokens=size), task.output(train.y, size)
+    return dataset_of(name, train, test, task, form, output)
 
 
 def dataset_of(
