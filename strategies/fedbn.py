@@ -13,7 +13,7 @@ is the accuracy of the method. A network without such layers is trained as with 
 """
 
 from fedsub_app.models import tensors_of
-from fedsub_app.models.units import NORMS
+from fedsub_app.models.units import is_norm
 from strategies.parts import SharedPart
 
 
@@ -27,5 +27,5 @@ class FedBN(SharedPart):
             self.warning = f"model = {self.settings.model!r} has no normalisation layer{frozen}: fedbn is FedAvg"
 
     def personal_names(self) -> set[str]:
-        layers = [(path, layer) for path, layer in self.model.named_modules() if isinstance(layer, NORMS)]
+        layers = [(path, layer) for path, layer in self.model.named_modules() if is_norm(layer)]
         return {f"{path}.{name}" for path, layer in layers for name in tensors_of(layer)}

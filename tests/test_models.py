@@ -311,8 +311,19 @@ def test_layers_of_a_resnet_keep_batch_norm_with_its_convolution():
     assert layers[-1] == ("fc.weight", "fc.bias")
 
 
+class LlamaRMSNorm(nn.Module):
+    """As transformers has it: of no class of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
+
+
 @pytest.mark.parametrize(
-    "norm", [nn.BatchNorm3d(5), nn.InstanceNorm2d(5, affine=True), nn.RMSNorm(5), nn.GroupNorm(1, 5)]
+    "norm", [nn.BatchNorm3d(5), nn.InstanceNorm2d(5, affine=True), nn.RMSNorm(5), nn.GroupNorm(1, 5), LlamaRMSNorm()]
 )
 def test_every_normalisation_is_in_its_layers_group(norm):
     """And stays with FedBN's clients."""

@@ -23,7 +23,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.models.groups import adapters, executed, is_turned
 from fedsub_app.models.networks import tensors_of, ties
 from fedsub_app.models.sources import BASE, Base, base_names, fresh_names
-from fedsub_app.models.units import head_names, part_names
+from fedsub_app.models.units import head_names, is_norm, part_names
 
 _LAST = re.compile(r"last-([1-9][0-9]*)-blocks?")
 
@@ -119,7 +119,7 @@ def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
         leaves = {name: name.rpartition(".")[2] for name in every}  # bias_ih_l0: of a recurrent layer
         chosen = {name for name, leaf in leaves.items() if leaf.endswith("bias") or leaf.startswith("bias_")}
     elif trained.what == "norm":
-        norms = [path for path, module in model.named_modules() if "Norm" in type(module).__name__]
+        norms = [path for path, module in model.named_modules() if is_norm(module)]
         chosen = {name for name in every if name.rpartition(".")[0] in norms}
     elif last := _LAST.fullmatch(trained.what):
         blocks = blocks_of(model)

@@ -27,6 +27,11 @@ _UNIT_WISE = (nn.ReLU, nn.Dropout, nn.Dropout2d, *_POOLS, nn.Flatten, nn.Identit
 _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictionary()
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Say whether a module is a normalisation layer, also one of another library's own, such as LlamaRMSNorm."""
+    return isinstance(module, NORMS) or ("Norm" in type(module).__name__ and not [*module.children()])
+
+
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}".removeprefix(".") for name in tensors_of(module))
 
@@ -123,7 +128,7 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if name not in adapted and any(True for _ in module.children()):
             first = names
         elif name in owned:
-            if isinstance(module, NORMS) and groups:
+            if is_norm(module) and groups:
                 groups[-1] += names
             else:
                 groups.append(names)
