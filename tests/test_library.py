@@ -702,6 +702,13 @@ def test_a_shape_that_the_network_cannot_take_is_one_line(name: str) -> None:
         getattr(fedsub, name)(clients_per_node=4, model=Net, in_shape=(3, 4, 4)).start(grid(), arrays(), 1)
 
 
+@pytest.mark.parametrize("in_shape", [(), (1, 8, 8)])
+def test_lazy_layers_of_a_strategys_network_are_one_line(in_shape: tuple[int, ...]) -> None:
+    strategy = fedsub.FedAvg(clients_per_node=4, model=lambda: nn.Sequential(nn.LazyLinear(10)), in_shape=in_shape)
+    with pytest.raises(fedsub.UserError, match=r"^model = Sequential: '0.weight' has no values yet; a factory of lazy"):
+        strategy.start(grid(), arrays(), 1)
+
+
 def test_the_head_of_ones_own_network() -> None:
     """With FedPer the layer ``body.1`` stays with the clients, whose client_app may name it as well."""
     start = arrays()

@@ -231,8 +231,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
     """Raise :class:`UserError` for a tensor that no message may hold: of another type, with NaN or infinities."""
-    if odd := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
-        raise UserError(f"{who}: {odd[0]!r} has no values yet; a factory of lazy layers must run them once")
+    check_values(tensors, who)
     if odd := [
         n for n, t in tensors.items() if any(size > 1 > step for size, step in zip(t.shape, t.stride(), strict=True))
     ]:
@@ -241,6 +240,11 @@ def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
         raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
     if odd := [repr(name) for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         raise UserError(f"{who}: {odd[0]} has NaN or infinite values; only a buffer with persistent=False may")
+
+
+def check_values(tensors: Mapping[str, Tensor], who: str) -> None:
+    if odd := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
+        raise UserError(f"{who}: {odd[0]!r} has no values yet; a factory of lazy layers must run them once")
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -202,6 +202,7 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
             module = model()
         if not isinstance(module, nn.Module):
             raise UserError(f"model = {shown(model)}: returned a {type(module).__name__}, must be a torch.nn.Module")
+        models.check_values(models.tensors_of(module), f"model = {type(module).__name__}")
         with suppress(TypeError):
             if not in_shape or (isinstance(module, nn.Sequential) and models.unit_groups(module)):
                 return with_logits(module)
