@@ -164,6 +164,39 @@ def test_a_network_that_reads_the_next_token_is_refused(keys: dict[str, Any], ru
     assert type(build_model(keys["model"], of_tokens, 2, 0)).__name__ == "BertForSequenceClassification"
 
 
+TINY: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "vocab_size": 20,
+}
+NEXT: dict[str, Any] = {"task": "next-token", "lora_targets": ""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "own", "said"),
+    [
+        ("Bart", {}, {}, "model = .*: is an encoder with a decoder; allowed for these texts is one of them alone"),
+        # further cases
+    ],
+)
+def test_networks_of_transformers_that_cannot_be_trained(
+    kind: str,
+    options: dict[str, Any],
+    own: dict[str, Any],
+    said: str,
+    keys: dict[str, Any],
+    run_local: Run,
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    getattr(transformers, f"{kind}Config")(**TINY | options).save_pretrained(tmp_path / "net")
+    with pytest.raises(UserError, match=f"^{said}"):
+        run_local(**keys | {"model": f"transformers:{tmp_path}/net", "model_options": "", "method": "fedavg"} | own)
+
+
 READER = """
 import torch
 from torch import nn

@@ -202,6 +202,10 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     images = not isinstance(in_shape, Form) and len(in_shape) == 3
     next_token = isinstance(in_shape, Form) and in_shape.single and in_shape.tokens == num_classes
     what = "ImageClassification" if images else "CausalLM" if next_token else "SequenceClassification"
+    if what == "SequenceClassification" and config.is_encoder_decoder:
+        raise UserError(
+            f"model = {model!r}: is an encoder with a decoder; allowed for these texts is one of them alone"
+        )
     kind, fresh = getattr(transformers, f"AutoModelFor{what}"), list[str]()
     if pretrained:  # no pickle: weights are read from safetensors alone
         how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
