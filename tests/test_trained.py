@@ -179,6 +179,12 @@ NEXT: dict[str, Any] = {"task": "next-token", "lora_targets": ""}
     ("kind", "options", "own", "said"),
     [
         ("Bart", {}, {}, "model = .*: is an encoder with a decoder; allowed for these texts is one of them alone"),
+        (
+            "Bert",
+            {"max_position_embeddings": 3},
+            {},
+            "model = .*: takes 3 tokens, the samples have 4; must be as many or f",
+        ),
         # further cases
     ],
 )

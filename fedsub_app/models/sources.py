@@ -206,6 +206,13 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
         raise UserError(
             f"model = {model!r}: is an encoder with a decoder; allowed for these texts is one of them alone"
         )
+    most, length = (
+        getattr(config, "max_position_embeddings", 0) or 0,
+        in_shape.parts[0].shape[:1] if isinstance(in_shape, Form) else (),
+    )
+    if most > 0 and length > (most,):
+        cut = "must be as many or fewer, by the key tokens"
+        raise UserError(f"model = {model!r}: takes {most} tokens, the samples have {length[0]}; {cut}")
     kind, fresh = getattr(transformers, f"AutoModelFor{what}"), list[str]()
     if pretrained:  # no pickle: weights are read from safetensors alone
         how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
