@@ -185,6 +185,12 @@ NEXT: dict[str, Any] = {"task": "next-token", "lora_targets": ""}
             {},
             "model = .*: takes 3 tokens, the samples have 4; must be as many or f",
         ),
+        (
+            "GPT2",
+            {},
+            NEXT | {"trainable": "head"},
+            "trainable = 'head': model = .*: 0 of 16 tensors; allowed is a part of th",
+        ),
         # further cases
     ],
 )

@@ -109,7 +109,7 @@ def base_bytes(model: nn.Module) -> int:
 def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
     every = tuple(tensors_of(model))
     head = {*head_names(model), *fresh_names(model)} & {*every}
-    if trained.what == "head":
+    if trained.what == "head" and head:
         return head
     if _of_tokens(model):  # a language model's head is as trained as the rest
         head &= {*fresh_names(model)}
