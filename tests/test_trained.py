@@ -191,6 +191,12 @@ NEXT: dict[str, Any] = {"task": "next-token", "lora_targets": ""}
             NEXT | {"trainable": "head"},
             "trainable = 'head': model = .*: 0 of 16 tensors; allowed is a part of th",
         ),
+        (
+            "Mamba",
+            {},
+            NEXT,
+            "lora-targets = '': model = .*: ValueError: .*Module 'out_proj' is incompatible with Mamba-based",
+        ),
         # further cases
     ],
 )

@@ -170,7 +170,12 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
     with warnings.catch_warnings(action="ignore"):  # of GPT-2's layers, whose weights are turned
-        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=whole_names(targets), **how), model)
+        config = peft.LoraConfig(target_modules=whole_names(targets), **how)
+        try:
+            peft.inject_adapter_in_model(config, model)
+        except ValueError as error:  # such as layers of Mamba, which reads their weights itself
+            what = f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r}"
+            raise UserError(f"{what}: {one_line(error)[:200]}") from error
     for module in model.modules():  # in evaluation torch's fast path reads the weights under adapters itself
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
