@@ -197,7 +197,12 @@ NEXT: dict[str, Any] = {"task": "next-token", "lora_targets": ""}
             NEXT,
             "lora-targets = '': model = .*: ValueError: .*Module 'out_proj' is incompatible with Mamba-based",
         ),
-        # further cases
+        (
+            "GPT2",
+            {},
+            NEXT | {"trainable": "", "method": "ist"},
+            "model = .*: not with method = 'ist': no units.*: its layers are",
+        ),
     ],
 )
 def test_networks_of_transformers_that_cannot_be_trained(

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 
 from fedsub_app.common.errors import one_line
 from fedsub_app.common.inputs import Batch, Shape, drawn
-from fedsub_app.models.groups import Place, UnitGroup, executed, kept_positions, narrowed
+from fedsub_app.models.groups import Place, UnitGroup, executed, is_turned, kept_positions, narrowed
 from fedsub_app.models.networks import load_tensors, tensors_of
 
 Positions = dict[int, list[int]]  # channel -> its positions along an axis
@@ -41,7 +41,9 @@ def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
             offered = _offered(ghost, x, reasons)
         groups = _passing(ghost, x, offered, reasons)
     except Exception as error:  # torch-pruning takes many networks, not all
-        raise TypeError(f"no units are known for a {type(model).__name__}: {one_line(error)[:200]}") from error
+        turned = any(map(is_turned, model.modules()))
+        why = "its layers are transformers' Conv1D, [in, out]" if turned else one_line(error)[:200]
+        raise TypeError(f"no units are known for a {type(model).__name__}: {why}") from error
     if not groups:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise TypeError(f"no units can be removed from a {type(model).__name__}: {why or 'it has one layer'}")
