@@ -332,6 +332,13 @@ def test_every_normalisation_is_in_its_layers_group(norm):
     assert {name[0] for name in FedBN.personal_names(SimpleNamespace(model=model))} == {"1"}
 
 
+def test_a_layer_with_normed_weights_is_no_normalisation() -> None:
+    class NormedLinear(nn.Linear):
+        pass
+
+    assert len(layer_groups(nn.Sequential(nn.Linear(4, 5), NormedLinear(5, 2)))) == 2
+
+
 @pytest.mark.parametrize("name", [name for name in model_names() if not name.startswith("resnet")])
 def test_a_relu_follows_every_hidden_layer(name: str) -> None:
     """Without one two layers are one: LeNet-5's fully connected layers once had none."""

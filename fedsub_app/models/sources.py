@@ -6,6 +6,7 @@ A source that is no package of :data:`PACKAGES` is a Python file, ``my_net.py:Ne
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -203,16 +204,13 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     next_token = isinstance(in_shape, Form) and in_shape.single and in_shape.tokens == num_classes
     what = "ImageClassification" if images else "CausalLM" if next_token else "SequenceClassification"
     if what == "SequenceClassification" and config.is_encoder_decoder:
-        raise UserError(
-            f"model = {model!r}: is an encoder with a decoder; allowed for these texts is one of them alone"
-        )
-    most, length = (
-        getattr(config, "max_position_embeddings", 0) or 0,
-        in_shape.parts[0].shape[:1] if isinstance(in_shape, Form) else (),
-    )
-    if most > 0 and length > (most,):
+        allowed = "allowed for these texts is one of them alone"
+        raise UserError(f"model = {model!r}: is an encoder with a decoder; {allowed}")
+    most = getattr(config, "max_position_embeddings", 0) or math.inf  # below 0: any number
+    shape = in_shape.parts[0].shape if isinstance(in_shape, Form) else ()
+    if shape and shape[0] > most > 0:
         cut = "must be as many or fewer, by the key tokens"
-        raise UserError(f"model = {model!r}: takes {most} tokens, the samples have {length[0]}; {cut}")
+        raise UserError(f"model = {model!r}: takes {most} tokens, the samples have {shape[0]}; {cut}")
     kind, fresh = getattr(transformers, f"AutoModelFor{what}"), list[str]()
     if pretrained:  # no pickle: weights are read from safetensors alone
         how = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}

@@ -6,6 +6,7 @@ walking the modules, so that masks (FedPeWS), vertical slices (IST) and channel 
 description.
 """
 
+import re
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -29,7 +30,8 @@ _traced: WeakKeyDictionary[nn.Module, "tuple[UnitGroup, ...]"] = WeakKeyDictiona
 
 def is_norm(module: nn.Module) -> bool:
     """Say whether a module is a normalisation layer, also one of another library's own, such as LlamaRMSNorm."""
-    return isinstance(module, NORMS) or ("Norm" in type(module).__name__ and not [*module.children()])
+    by_name = re.search(r"Norm([1-3]d)?$", type(module).__name__) and not [*module.children()]
+    return isinstance(module, NORMS) or bool(by_name)
 
 
 def _names(prefix: str, module: nn.Module) -> tuple[str, ...]:
