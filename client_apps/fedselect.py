@@ -6,7 +6,7 @@ from client_apps.base import Client
 from fedsub_app.common.tensors import Json, Tensors, chosen, prefixed, unprefixed
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.masks import gather, pack_bits, unpack_bits
-from fedsub_app.subnets.selection import grow, selectable
+from fedsub_app.subnets.sparsity import grow, selectable
 from fedsub_app.training.client import Training
 from strategies.fedselect import MASK, shared_positions
 from strategies.settings import FedSelectSettings

@@ -54,7 +54,7 @@ INTERNAL = {
     "Methods on the client": ["client_apps.base", "fedsub_app.training.client", "fedsub_app.training.local"],
     "Masks, means": [
         *("fedsub_app.subnets.averaging", "fedsub_app.subnets.robust", "fedsub_app.subnets.privacy"),
-        *("fedsub_app.subnets.masks", "fedsub_app.subnets.selection", "fedsub_app.subnets.pruning"),
+        *("fedsub_app.subnets.masks", "fedsub_app.subnets.sparsity", "fedsub_app.subnets.pruning"),
         "fedsub_app.subnets.norms",
     ],
     "Messages and nodes": [

@@ -36,7 +36,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.reported import Reported
 from fedsub_app.common.tensors import Tensors, chosen, unprefixed
 from fedsub_app.models import trainable
-from fedsub_app.subnets.selection import selectable
+from fedsub_app.subnets.sparsity import selectable
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.defences import WITHOUT_MASKS
 from strategies.settings import FedSelectSettings

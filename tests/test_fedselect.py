@@ -25,7 +25,7 @@ from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.masks import pack_bits, unpack_bits
-from fedsub_app.subnets.selection import grow, selectable
+from fedsub_app.subnets.sparsity import grow, selectable
 from fedsub_app.training.client import Training
 from fedsub_app.training.workplace import workplace
 from strategies.fedselect import FedSelect

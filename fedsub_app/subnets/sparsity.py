@@ -1,6 +1,6 @@
-"""Masks on single weights: how many each layer keeps, which ones, and their exchange in dynamic sparse training."""
+"""Masks on single weights: how many each layer keeps, their exchange in dynamic sparse training, FedSelect's growth."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsub_app.common.tensors import Tensors
 
 LayerRule = Literal["erk", "uniform"]
+Choose = Literal["most", "least", "random"]
 
 
 def kept_counts(shapes: Mapping[str, torch.Size], density: float, rule: LayerRule) -> dict[str, int]:
@@ -94,3 +95,48 @@ def worth_their_time(squares: Tensors, staying: Tensors, constant: float, densit
     above = rest > before / (constant * len(flat) + count + torch.arange(len(rest)))
     more = min(int(above.long().cumprod(0).sum()), max(0, round(density * len(flat)) - count))
     return largest_of_all({name: s.masked_fill(staying[name], torch.inf) for name, s in squares.items()}, count + more)
+
+
+def grow(
+    masks: Tensors,
+    moved: Tensors,
+    share: float,
+    limit: float,
+    limit_included: bool = False,
+    choose: Choose = "most",
+    generator: torch.Generator | None = None,
+) -> Tensors:
+    """Return masks in which a ``share`` of the positions that are off is turned on: the ones that training moved most.
+
+    ``n - round((1 - share) * n)`` of the n positions that are off are turned on (halves to even, as published); ties go
+    to the first positions in the tensor. No position is ever turned off.
+
+    Parameters
+    ----------
+    masks, moved : tensor name -> bool, 1: personal; tensor name -> how far training moved each position, any sign.
+    share : p in [0, 1] (Tamirisa et al., FedSelect, Section 4).
+    limit : alpha in [0, 1]: a mask grows if its fraction of ones is below alpha (``limit_included``: at most alpha).
+    choose : the positions that moved most, that moved least, or random ones, by the CPU ``generator`` (ablation).
+    """
+    result = {}
+    for name, mask in masks.items():
+        result[name] = mask
+        ones = int(mask.sum())
+        full = ones > limit * mask.numel() if limit_included else ones >= limit * mask.numel()
+        count = mask.numel() - ones - round((1 - share) * (mask.numel() - ones))
+        if full or not count:
+            continue
+        if choose == "random":
+            off = (~mask).flatten().nonzero().flatten()
+            chosen = off[torch.randperm(len(off), generator=generator)[:count]]
+            result[name] = mask.flatten().index_fill(0, chosen, True).view(mask.shape)
+        else:
+            distances = moved[name].abs()
+            distances = distances if choose == "most" else -distances
+            result[name] = mask | largest(distances.masked_fill(mask, -torch.inf), count)
+    return result
+
+
+def selectable(names: Collection[str], layer: str | None = None) -> list[str]:
+    """Return the names that GradSelect may make personal: weights, BatchNorm's included, of one layer if given."""
+    return [n for n in names if f".{n}".endswith(".weight") and (not layer or n.startswith(f"{layer}."))]
