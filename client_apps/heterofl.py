@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from client_apps.base import Client
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Json, Tensors, brought, chosen, prefixed
-from fedsub_app.models import Network, Output, head_names, tensors_of
-from fedsub_app.models.groups import kept_positions
+from fedsub_app.models import Network, Output, head_names, kept_positions, tensors_of
 from fedsub_app.secure.client import AT
 from fedsub_app.subnets.slices import ALL, select
 from fedsub_app.training.client import Training

@@ -12,8 +12,7 @@ is the accuracy of the method. A network without such layers is trained as with 
 (``auto``: uniform here, by samples there), bit for bit.
 """
 
-from fedsub_app.models import tensors_of
-from fedsub_app.models.units import is_norm
+from fedsub_app.models import is_norm, tensors_of
 from strategies.parts import SharedPart
 
 

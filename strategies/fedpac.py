@@ -15,8 +15,7 @@ from torch import nn
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tasks import task_of
 from fedsub_app.common.tensors import Tensors, chosen
-from fedsub_app.models import head_names, output_names
-from fedsub_app.models.units import head_layer
+from fedsub_app.models import head_layer, head_names, output_names
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update

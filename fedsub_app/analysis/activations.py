@@ -22,8 +22,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import make_partition
-from fedsub_app.models import UnitGroup, load_tensors
-from fedsub_app.models.groups import split
+from fedsub_app.models import UnitGroup, load_tensors, split
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint

@@ -16,10 +16,8 @@ from fedsub_app.common.inputs import Batch, Inputs, blank
 from fedsub_app.common.own_code import is_source
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
-from fedsub_app.data import AnySamples, DataSettings, Samples, load_dataset
+from fedsub_app.data import IMAGES, AnySamples, DataSettings, Samples, in_unit, load_dataset, normalised
 from fedsub_app.data.files import read_pixels
-from fedsub_app.data.names import IMAGES
-from fedsub_app.data.samples import in_unit, normalised
 from fedsub_app.data.tables import unseen_rows
 from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, turned, whole_names
 from fedsub_app.runs.checkpoint import global_network

@@ -8,15 +8,13 @@ and forms of files. Decoded images and their features are cached in ``$FEDSUB_CA
 from typing import TYPE_CHECKING
 
 from fedsub_app.common.late import late
-from fedsub_app.data.names import dataset_names as dataset_names
-from fedsub_app.data.names import private_name as private_name
-from fedsub_app.data.settings import DataSettings as DataSettings
-from fedsub_app.data.settings import PartitionSettings as PartitionSettings
 
 if TYPE_CHECKING:
     from fedsub_app.data.dataset import *  # noqa: F403
+    from fedsub_app.data.names import *  # noqa: F403
     from fedsub_app.data.own import *  # noqa: F403
     from fedsub_app.data.partition import *  # noqa: F403
     from fedsub_app.data.samples import *  # noqa: F403
+    from fedsub_app.data.settings import *  # noqa: F403
 
-__getattr__ = late(__name__, "samples", "own", "partition", "dataset")
+__getattr__ = late(__name__, "settings", "names", "samples", "own", "partition", "dataset")

@@ -258,8 +258,7 @@ def _toml(value: Value) -> str:
 
 def local_paths(settings: "Settings") -> dict[str, Value]:
     """Return the settings that name files of the working directory, with absolute paths."""
-    from fedsub_app.data.names import matching
-    from fedsub_app.data.settings import SOURCES
+    from fedsub_app.data import SOURCES, matching
 
     sources = {key: str(getattr(settings, key)).partition(":") for key in ("dataset", "model", "tokenizer")}
     return {

@@ -18,8 +18,7 @@ from fedsub_app.common.inputs import Form, shape_shown
 from fedsub_app.common.run_files import initial_model, state_folder
 from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, numbers, registered, task_of
 from fedsub_app.common.tensors import Json
-from fedsub_app.data import Collate, load_dataset, private_name
-from fedsub_app.data.partition import whole_set
+from fedsub_app.data import Collate, load_dataset, private_name, whole_set
 from fedsub_app.models import Network, check_base, head_names, layer_groups, ties, with_head
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS

@@ -23,8 +23,7 @@ from fedsub_app.federation.roll import Roll
 from fedsub_app.federation.settings import FederationSettings
 from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.library.keywords import check, keys_of, signature, title, whole_keys
-from fedsub_app.models import as_defined, base_digest, check_float32, freeze, tensors_of, ties, with_head
-from fedsub_app.models.sources import answer
+from fedsub_app.models import answer, as_defined, base_digest, check_float32, freeze, tensors_of, ties, with_head
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS, Method, check_hooks
 from fedsub_app.runs.recorded import RunFailed

@@ -28,9 +28,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import private_name
-from fedsub_app.data.names import data_folder
-from fedsub_app.data.settings import READERS, SOURCES
+from fedsub_app.data import READERS, SOURCES, data_folder, private_name
 from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update

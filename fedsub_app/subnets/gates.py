@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import Network, Output
-from fedsub_app.models.groups import split
-from fedsub_app.models.network import beside
+from fedsub_app.models import Network, Output, beside, split
 from fedsub_app.subnets.slices import take
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import UnitGroup
-from fedsub_app.models.groups import kept_positions
+from fedsub_app.models import UnitGroup, kept_positions
 
 
 def expand(groups: Sequence[UnitGroup], unit_masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensors:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import UnitGroup
-from fedsub_app.models.groups import kept_positions
+from fedsub_app.models import UnitGroup, kept_positions
 
 Index = tuple[Tensor | None, Tensor | None]  # rows and columns of a tensor: int64, ascending; None: all of them
 ALL: Index = (None, None)

@@ -20,9 +20,7 @@ from fedsub_app.common.own_code import is_source, state_of
 from fedsub_app.common.seeds import drawing
 from fedsub_app.common.tasks import NextToken, Task, are_next, measured, task_of
 from fedsub_app.common.tensors import CPU, Tensors
-from fedsub_app.data import Collate, Dataset, load_dataset, own_dataset
-from fedsub_app.data.names import in_data_folder
-from fedsub_app.data.samples import pooled
+from fedsub_app.data import Collate, Dataset, in_data_folder, load_dataset, own_dataset, pooled
 from fedsub_app.models.sources import answer, check_network, with_logits
 from fedsub_app.settings import Settings
 
