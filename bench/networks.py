@@ -251,7 +251,7 @@ def structure(model: str) -> Json:
 
 
 def table(results: Json) -> str:
-    """Return the results as Markdown: a row a network, the reasons of what does not run, the methods that all tried."""
+    """Return the results as Markdown: a row a network, one for each reason of what does not run, the methods tried."""
     tried = [method for method in METHODS if all(method in found["methods"] for found in results.values())]
     rows, reasons = [], []
     for name, found in results.items():
@@ -259,9 +259,10 @@ def table(results: Json) -> str:
         ran = f"{len(tried) - len(failed)} of {len(tried)}"
         units = f"{found['units']:,} in {found['groups']}" if found["units"] else "none"
         rows.append([name, f"{found['parameters']:,}", units, ran, ", ".join(failed) or "–"])
-        reasons += [[name, method, reason] for method, reason in failed.items()]
+        for reason in dict.fromkeys(failed.values()):
+            reasons.append([name, ", ".join(method for method in failed if failed[method] == reason), reason])
     text = markdown(("network", "parameters", "units, in groups", "methods that run", "not"), rows)
-    why = f"\n\n{markdown(('network', 'method', 'why not'), reasons)}" if reasons else ""
+    why = f"\n\n{markdown(('network', 'methods', 'why not'), reasons)}" if reasons else ""
     return f"{text}{why}\n\nTried: {', '.join(tried)}."
 
 
