@@ -168,6 +168,16 @@ def reply(tensors: Tensors | None = None, without: str = "", **config: object) -
     return read_update(received([(said | config, sent)])[0], EXPECTED, METRICS, (1, 1000))
 
 
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), math.inf, math.nan, True], ids=["large", "small", "inf", "nan", "bool"]
+)
+def test_a_metric_without_bounds_is_a_float64(value: object) -> None:
+    """As of a method of one's own: the mean of a larger integer ended the server."""
+    with pytest.raises(BadReply, match="metric 'length' = "):
+        Range(-math.inf, math.inf).check("length", value)
+    Range(-math.inf, math.inf).check("length", 10**300)
+
+
 def test_a_good_update_passes() -> None:
     update = reply()
     assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5, "steps": 2})

@@ -1,6 +1,7 @@
 """Tasks, updates, and the requirements that each tensor and number of an update must meet (strategies/hooks.py)."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -124,7 +125,8 @@ class Range(NamedTuple):
     def check(self, name: str, value: object) -> None:
         """Raise :class:`BadReply` where ``value`` is not such a number."""
         number = type(value) in (int, float)
-        if number and self.low <= value <= self.high and not (self.integer and value != int(value)):  # type: ignore[call-overload, operator]
+        fits = number and abs(value) <= sys.float_info.max and self.low <= value <= self.high  # type: ignore[arg-type, operator]
+        if fits and not (self.integer and value != int(value)):  # type: ignore[call-overload]
             return
         allowed = f"an integer from {self.low} to {self.high}"
         if not self.integer:
