@@ -90,7 +90,7 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
             phase.dropped.append(Dropped(client, str(error)))
     members = [update for update in updates if update.client not in held_out(strategy.settings)]
     names = sorted({key for update in updates for key in update.metrics} - {"flops"})
-    bounded = [name for name in names if _is_bounded(strategy) and name.endswith(f"-{strategy.score.name}")]
+    bounded = [name for name in names if strategy.score.bounded and name.endswith(f"-{strategy.score.name}")]
     means = means_of(members, bounded) | means_of(members, [*{*names} - {*bounded}], strategy.robust)
     for key in names if SPREAD in strategy.settings.metrics else ():
         if values := [update.metrics[key] for update in members if key in update.metrics]:
@@ -104,11 +104,6 @@ def read_evaluations(strategy: Hooks, server_round: int, replies: Iterable[Messa
     phase.report["evaluated"] = {update.client: update.metrics for update in updates}
     phase.report["not-evaluated"] = reasons(phase.dropped)
     return MetricRecord(dict(means)) if updates else None
-
-
-def _is_bounded(strategy: Hooks) -> bool:
-    """Say whether a score is from 0 to 100, so that no client moves a mean far."""
-    return strategy.score.high - strategy.score.low <= 100
 
 
 def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
@@ -130,7 +125,7 @@ def by_client(strategy: Hooks, updates: Sequence[Update]) -> Json:
         ranked = sorted(members.values(), reverse=not strategy.score.high_is_good)
         groups["worst decile"] = ranked[: max(1, round(len(ranked) / 10))]
         groups["held out"] = [value for client, value in of_client.items() if client in out]
-        mean = fmean if _is_bounded(strategy) or not strategy.robust else median_low
+        mean = fmean if strategy.score.bounded or not strategy.robust else median_low
         if means := {name: mean(values) for name, values in groups.items() if values}:
             served[key] = means
     return served

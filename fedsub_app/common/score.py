@@ -30,6 +30,11 @@ class Score(NamedTuple):
         """The keys of a round's line that hold this score."""
         return tuple(f"{kind}-{self.name}" for kind in KINDS)
 
+    @property
+    def bounded(self) -> bool:
+        """It is from 0 to 100 or in a smaller range, so that no client moves a mean far."""
+        return self.high - self.low <= 100
+
     def better(self, value: float, other: float) -> bool:
         return value > other if self.high_is_good else value < other
 
