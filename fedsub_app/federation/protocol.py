@@ -149,7 +149,7 @@ def formula_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def finite(tensor: torch.Tensor) -> bool:
     """Say whether a tensor holds neither NaN nor infinities."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point():
         return True
     if math.isfinite(torch.linalg.vector_norm(tensor).item()):  # half the time of aminmax; large squares overflow
         return True

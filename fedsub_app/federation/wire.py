@@ -120,7 +120,7 @@ class Stack:
     def row(self, number: int, spec: Spec | None = None) -> torch.Tensor:
         """Return one tensor; :class:`BadReply` where it does not meet ``spec``, or is not of this format."""
         rows = self._rows
-        if rows is None or (spec is not self._spec and spec != self._spec):
+        if rows is None or spec != self._spec:
             rows = self._rows = self._decode(spec)
         if not 0 <= number < len(rows):
             raise BadReply(f"tensor {self.name!r}: no row {number} of {len(rows)}")
@@ -146,7 +146,7 @@ class Stack:
         row_bytes = Spec(sizes, dtype).nbytes
         if len(array.data) != rows * row_bytes:
             raise BadReply(f"tensor {name!r}: {len(array.data)} bytes, expected {rows * row_bytes} for {shape}")
-        self._spec, self._good = spec, False
+        self._spec = spec
         if dtype == torch.bool:
             return np.frombuffer(array.data, np.uint8).reshape(rows, row_bytes)
         if not array.data:
@@ -154,7 +154,7 @@ class Stack:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
             stack = torch.frombuffer(array.data, dtype=dtype).reshape(shape)
-        if spec and spec.start is not None and spec.shape == sizes:
+        if spec and spec.start is not None:
             self.squares = squares(stack, spec.start)
             self._good = spec.unbounded and math.isfinite(sum(self.squares))
         else:
@@ -186,7 +186,7 @@ def _open(content: RecordDict, limit: int = 0) -> tuple[Json, list[Part]]:
             place, _, name = key.partition(":")
             numbers, rows = index[int(place)]
             stack = Stack(name, array, len(numbers))
-            if {*map(type, numbers), *map(type, rows)} - {int} or min(numbers, default=0) < 0:
+            if {*map(type, numbers), *map(type, rows)} - {int}:
                 raise TypeError("a part or row is not a number")
             for number, row in zip(numbers, rows, strict=True):
                 parts[number].rows[stack.name] = (stack, row)
