@@ -218,8 +218,12 @@ def test_messages_hold_no_more_clients_and_bytes_than_the_settings_say() -> None
     assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights + c}))) == [4, 4]
     answers = {"w": Spec((1 << 18,))}
     assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights}), expected=lambda _: answers)) == [3, 3, 2]
+    blocks = {c: c // 4 for c in range(16)}  # one message and one answer each
+    how: Any = {"task": lambda c: Task(c, {"w": weights}), "expected": lambda _: answers, "blocks": blocks}
+    assert sizes(ask(pinned, range(16), **how)) == [12, 4]
     pinned.settings = pinned.settings.model_copy(update={"message_mb": 0.5})
     assert sizes(ask(pinned, range(8), task=lambda c: Task(c, {"w": weights + c}))) == [1] * 8
+    assert sizes(ask(pinned, range(16), **how)) == [4] * 4
 
 
 def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None:
@@ -815,6 +819,25 @@ def test_a_late_reply_is_taken_from_flower_before_the_next_round() -> None:
     assert not fed.late
 
 
+def test_replies_that_wait_for_an_earlier_one_are_of_bounded_size() -> None:
+    """By hand, for four: 4 messages, 3 for each of the 3 answered twice, 1 when none is on its way."""
+
+    class FirstLast(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            return super().pull_messages([*message_ids][1:] or message_ids)
+
+    fed = federation(num_clients=40, message_clients=2)
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(40))
+    answer = pack({NONCE: phase.outbox.header[NONCE]}, [({"client": client}, {}) for client in (10, 11)])
+    fed.settings = fed.settings.model_copy(update={"message_mb": wire_bytes(answer) / 2**20})
+    grid = FirstLast(answering, {}, 2)  # type: ignore[arg-type]
+    answers = fed.answers(phase, fed.exchange(grid, phase), nothing)
+    assert next(answers)[0] == 0
+    assert phase.asked == list(range(2 * (4 + 3 + 3 + 1)))
+    assert [client for client, _, _ in answers] == list(range(1, 40))
+
+
 class Silent(LocalGrid):
     """The node with id 3 never answers a training message."""
 
@@ -965,6 +988,15 @@ def test_a_node_that_may_have_lost_its_files_gets_the_initial_model_again(tmp_pa
     lost.append(True)
     assert asked(grid) == [False, True]
     assert asked(grid) == [False]
+
+
+def test_of_the_initial_model_travels_what_the_task_does_not_hold() -> None:
+    initial = {"w": torch.ones(2), "b": torch.zeros(2)}
+    fed = Federation(resolve({"num-clients": 1}), {"run": "this"}, initial=initial)
+    fed.roll.nodes = nodes(1)
+    (message,) = ask(fed, [0], task=lambda client: Task(client, {"w": torch.ones(2), "b": torch.ones(2)}))
+    assert [array.shape for array in message.content.array_records[TENSORS].values()] == [(1, 2), (2, 2)]
+    assert {name: x.tolist() for name, x in unpack(message.content)[1][-1][1].items()} == {"w": [1, 1], "b": [0, 0]}
 
 
 def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:

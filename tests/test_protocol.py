@@ -135,6 +135,10 @@ def test_a_header_is_small_and_inflated_no_farther_than_allowed() -> None:
         (raw(Array("float32", (1, 3), "numpy.ndarray", b"\0" * 12)), "numpy.ndarray"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[5], [0]]]), "not fedsub's wire format"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[0], [5]]]), "tensor 'w': no row 5 of 1"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[0], [-2]]]), "tensor 'w': no row -2 of 1"),
+        (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), [[[0], [0.5]]]), "a part or row is not a number"),
+        (raw(Array("float32", (-1, -3), STYPE, b"\0" * 12)), r"shape \(-1, -3\): not fedsub's wire format"),
+        (raw(Array("float32", (), STYPE, b"\0" * 4)), r"shape \(\): not fedsub's wire format"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), []), "not fedsub's wire format"),
         (raw(Array("float32", (1, 3), STYPE, b"\0" * 12), copies=2), "two tensors of one name"),
     ],
@@ -147,7 +151,7 @@ def test_damaged_content_is_refused(content: RecordDict, reason: str) -> None:
 
 EXPECTED = {
     "w": Spec((2, 3)),
-    "b": Spec((6,), up_to=True),
+    "b": Spec((6,), up_to=True, low=0),
     "m": Spec((4,), torch.bool),
     "extra": Spec((1,), optional=True),
     "theta": Spec((2,), optional=True, low=0, high=1),
@@ -183,6 +187,7 @@ def test_a_good_update_passes() -> None:
     assert (update.client, update.num_examples, update.metrics) == (3, 10, {"loss": 0.5, "steps": 2})
     assert reply({"extra": torch.ones(1)}).tensors["extra"] == 1
     assert reply({"theta": torch.tensor([0.0, 1.0])}).tensors["theta"].tolist() == [0, 1]
+    assert reply({"b": torch.ones(0)}).tensors["b"].tolist() == []  # no value is out of range
     for examples, steps, loss in ((1, 1, 0), (1000, 9, 100)):  # the bounds themselves
         assert reply(**{"num-examples": examples, "metrics": {"steps": steps, "loss": loss}}).metrics["steps"] == steps
 
@@ -264,6 +269,15 @@ def test_each_update_of_a_message_has_its_own_distance() -> None:
     sent = [Update(client, {"w": torch.tensor([3.0, 4.0]) * (client + 1)}, {}, 1) for client in asked]
     _, parts = unpack_reply(pack({}, [update_part(update) for update in sent]), asked)
     assert [read_update(part, asked[0], {}).squares for part in parts] == [{"w": 25.0}, {"w": 100.0}]
+
+
+def test_each_client_of_a_message_has_its_own_range() -> None:
+    asked = {0: {"w": Spec((2,))}, 1: {"w": Spec((2,), high=1)}}
+    sent = [update_part(Update(client, {"w": torch.full((2,), 2.0)}, {}, 1)) for client in asked]
+    _, parts = unpack_reply(pack({}, sent), asked)
+    assert read_update(parts[0], asked[0], {}).tensors["w"].tolist() == [2, 2]
+    with pytest.raises(BadReply, match=r"tensor 'w': values 2 to 2, expected -inf to 1"):
+        read_update(parts[1], asked[1], {})
 
 
 def test_an_update_survives_the_wire() -> None:
