@@ -14,10 +14,12 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.data import Samples
 from fedsub_app.federation.protocol import Update
-from fedsub_app.models import Network
+from fedsub_app.models import Network, Output
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.training import stacked
+from fedsub_app.training.client import Training
+from fedsub_app.training.objectives import Prox
 from fedsub_app.training.workplace import Workplace, workplace
 
 Run = Callable[..., Any]
@@ -92,6 +94,35 @@ def test_together_or_one_after_the_other_is_the_same_in_float64(
         costs = one.metrics.keys() - {"compute-seconds"}
         assert costs == other.metrics.keys() - {"compute-seconds"}
         assert {k: other.metrics[k] for k in costs} == pytest.approx({k: one.metrics[k] for k in costs}, rel=1e-5)
+
+
+def test_a_loss_that_a_client_overrides_is_neither_stacked_nor_compiled() -> None:
+    """Both took the task's loss instead."""
+
+    class Twice(METHODS["fedavg"].client):  # type: ignore[misc]
+        def loss(self, output: Output, y: torch.Tensor) -> torch.Tensor:
+            return 2 * super().loss(output, y)
+
+    place = workplace(resolve(MLP | {"partition": "iid", "compile-steps": True}))
+    clients = [Twice(place, number % 4, 1, {}) for number in range(8)]
+    assert not Training(clients[0]).compiled
+    runs = [partial(client.run_training, place.initial(), {}) for client in clients]
+    apart, together = [run() for run in runs[:4]], stacked.together(runs[4:])
+    assert [other.metrics["train-loss"] for other in together] == [one.metrics["train-loss"] for one in apart]
+
+
+def test_clients_whose_steps_are_not_alike_train_apart() -> None:
+    place = workplace(resolve(MLP | {"partition": "iid"}))
+    client = METHODS["fedavg"].client(place, 0, 1, {})
+    weights = {name: tensor for name, tensor in place.network.parameters.items() if name.endswith("weight")}
+
+    def kind(**how: Any) -> object:
+        return stacked._kind(stacked._Waiting(Training(client, **how), [torch.arange(4)], {}))
+
+    assert kind() == kind()
+    ways: list[Any] = [{"lr": 9.0}, {"names": weights}, {"batch_statistics": True}, {"shift": weights}]
+    ways += [{"keep": {name: tensor > 0 for name, tensor in weights.items()}}, {"objective": Prox({}, 1.0)}]
+    assert len({kind(), *(kind(**how) for how in ways)}) == 7
 
 
 def test_a_run_of_unequal_clients_agrees_with_the_plain_one(run_local: Run) -> None:
