@@ -71,8 +71,7 @@ class Roll:
             wait |= not self.nodes  # where all nodes have left, the round is abandoned if none returns in time
             self._call_roll(grid, sorted(present - self.nodes.keys() - self.waiting.keys()))
             self._take_answers(grid)
-            if not self.met:
-                self._agree()
+            self._agree()
             for node_id, node in sorted(self.waiting.items()):
                 if not self._twin(node):
                     log.info("node %s takes the place of the one of partition-id = %s", node_id, node.partition_id)
@@ -167,7 +166,7 @@ class Roll:
         return node
 
     def _agree(self) -> None:
-        """Before the first round: leave out the nodes that say another number of partitions than most of them do."""
+        """Leave out the nodes that say another number of partitions than most of them do."""
         answered = self.nodes | self.waiting
         counts = Counter(node.num_partitions for node in answered.values()).most_common(2)
         if len(counts) > 1 and counts[0][1] > counts[1][1]:
