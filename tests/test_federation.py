@@ -448,7 +448,9 @@ def test_a_second_node_of_a_taken_partition_waits(caplog: pytest.LogCaptureFixtu
             assert fed.nodes == live
     said = "node 77 waits: partition-id = 1 is that of node 3, which Flower still lists"
     assert [record.getMessage() for record in caplog.records] == [said]
-    del grid.contexts[3]
+    grid.contexts[76] = Context(1, 76, dict(grid.contexts[3].node_config), RecordDict(), {})
+    fed.meet(grid)  # it waits too, and leaves
+    del grid.contexts[3], grid.contexts[76]
     grid.app = None  # nobody is asked again
     fed.meet(grid)
     assert {node.node_id: node.partition_id for node in fed.nodes.values()} == {2: 0, 77: 1}
