@@ -154,7 +154,7 @@ class Stack:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "buffer is not writable": received tensors are read-only
             stack = torch.frombuffer(array.data, dtype=dtype).reshape(shape)
-        if spec and spec.start is not None:
+        if spec and spec.start is not None and spec.shape == sizes:  # up_to may be shorter
             self.squares = squares(stack, spec.start)
             self._good = spec.unbounded and math.isfinite(sum(self.squares))
         else:
