@@ -16,7 +16,7 @@ from helpers import ends_as_if_never_stopped, problem_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fedsub_app.analysis.prediction import model_of, write_adapter
+from fedsub_app.analysis.prediction import model_of, write_adapter, write_onnx
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Inputs, form_of
@@ -130,10 +130,16 @@ def test_adapters_of_gpt2_are_what_peft_and_transformers_load(
 def test_a_language_model_is_tuned_for_the_next_token(
     tied: bool, keys: dict[str, Any], run_local: Run, tmp_path: Path
 ) -> None:
-    """It keeps the tokens of the tokenizer; its head has no adapter, and belongs to the base as the rest does."""
+    """It keeps the tokens of the tokenizer; its head has no adapter, and belongs to the base as the rest does.
+
+    As ONNX it takes the tokens alone, and answers for each of them; its heads share keys.
+    """
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     sizes: Any = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1}
     config = transformers.LlamaConfig(**sizes, intermediate_size=8, tie_word_embeddings=tied)
     before = transformers.LlamaForCausalLM(config)
     before.save_pretrained(tmp_path / "llama")
@@ -148,6 +154,10 @@ def test_a_language_model_is_tuned_for_the_next_token(
     with torch.no_grad():
         torch.testing.assert_close(whole.eval()(x).logits, model_of(run)[0](x), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(whole(x).logits, before.eval()(x).logits[..., :10])
+        onnx = str(tmp_path / "whole.onnx")
+        assert write_onnx(run, Path(onnx)) == "input: [4] each, tokens as in the run"
+        (outputs,) = runtime.InferenceSession(onnx, providers=["CPUExecutionProvider"]).run(None, {"input": x.numpy()})
+        torch.testing.assert_close(torch.tensor(outputs), whole(x).logits, rtol=1e-4, atol=1e-5)
     with pytest.raises(
         UserError, match=r"^model = 'transformers:.*': its weights have 12 tokens; the tokenizer's \d+ are"
     ):

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,22 @@ def _unseen_images(settings: DataSettings, files: Sequence[Path]) -> tuple[AnySa
     return normalised(images, pixels, settings.normalise)[1], list(data.labels)
 
 
-class _OfPixels(nn.Module):
-    """A network behind the normalisation of its images: pixels from 0 to 255 go in."""
+class _OfTensors(nn.Module):
+    """A network that takes tensors alone: torch would make an input of each argument whose default is a number.
 
-    def __init__(self, network: nn.Module, scale: Sequence[Tensor]) -> None:
+    Images with a ``scale`` go in as pixels from 0 to 255.
+    """
+
+    def __init__(self, network: nn.Module, form: Batch, scale: Sequence[Tensor]) -> None:
         super().__init__()
-        self.network = network
-        self.white, self.mean, self.deviation = (nn.Buffer(part.contiguous()) for part in scale)
+        self.network, self.form, self.scale = network, form, scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.network((x / self.white - self.mean) / self.deviation)
+    def forward(self, *tensors: Tensor) -> Tensor:
+        x, *_ = tensors
+        if self.scale:
+            white, mean, deviation = self.scale
+            x = (x / white - mean) / deviation
+        outputs: Tensor = self.network(replace(self.form, tensors=tensors) if isinstance(self.form, Inputs) else x)
         return outputs
 
 
@@ -135,23 +142,22 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
     """
     network, x, problem, _ = model_of(folder, client)
     network, data = settled(network, x), problem.data
-    scale = getattr(data.train_x, "scale", ())
-    module = _OfPixels(network, scale).eval() if scale else network
-    some = blank(2, data.in_shape)
-    first = some.tensors[0] if isinstance(some, Inputs) else some
-    named = dict(zip(some.names, some.tensors, strict=True)) if isinstance(some, Inputs) and some.names else {}
-    names = list(named) or ["input"]
+    if eager := getattr(network, "set_attn_implementation", None):
+        eager("eager")  # of the others torch writes no heads that share keys, such as Llama's
+    some, scale = blank(2, data.in_shape), getattr(data.train_x, "scale", ())
+    tensors = some.tensors if isinstance(some, Inputs) else (some,)
+    names = list(getattr(some, "names", ())) or [f"input{number or ''}" for number in range(len(tensors))]
     axes = {name: {0: "n"} for name in (*names, "output")}
     options: dict[str, Any] = {"input_names": names, "output_names": ["output"], "dynamic_axes": axes, "dynamo": False}
     try:
         with warnings.catch_warnings(action="ignore"):  # of the exporter's age; its outputs are tested
-            torch.onnx.export(module, () if named else (some,), str(path), kwargs=named, **options)
+            torch.onnx.export(_OfTensors(network, some, scale).eval(), tensors, str(path), **options)
     except ModuleNotFoundError as error:
         raise UserError(f"--onnx: needs the package {error.name}; `pip install 'fedsub[onnx]'`") from error
     except Exception as error:  # of the exporter: code of the user
         raise UserError(f"--onnx: torch cannot write this network ({one_line(error)[:200]})") from error
-    what = "pixels, 0 to 255" if scale else "normalised as in the run"
-    return f"{', '.join(names)}: {list(first.shape[1:])} each, {what}"
+    whole = "normalised as in the run" if tensors[0].is_floating_point() else "tokens as in the run"
+    return f"{', '.join(names)}: {list(tensors[0].shape[1:])} each, {'pixels, 0 to 255' if scale else whole}"
 
 
 def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
