@@ -195,14 +195,16 @@ class Bag(nn.Module):
 
 
 def test_texts_of_a_nodes_own_in_the_servers_tokens(run_local: RunLocal, tmp_path: Path) -> None:
-    """A tokenizer that is saved in a folder is the same on every node; a table of other classes is refused."""
-    tokenizer_folder(tmp_path / "tokens")
+    """A tokenizer in each node's data folder is the same on every node; a table of other classes is refused."""
+    (tmp_path / "data").mkdir()
+    tokenizer_folder(tmp_path / "data/tokens")
     (tmp_path / "bag.py").write_text(BAG)
     for name, other in (("server", "bad"), ("clinic", "bad"), ("elsewhere", "worse")):
         rows = [f"{('good', other)[k % 2]},{('good', 'film')[k % 2]} film" for k in range(40)]
         (tmp_path / f"{name}.csv").write_text("said,text\n" + "\n".join(rows) + "\n")
     keys = {"dataset": f"csv:{tmp_path}/server.csv", "input": "text", "label": "said", "tokens": 3, "lr": 0.5}
-    keys |= {"tokenizer": f"transformers:{tmp_path}/tokens", "model": f"{tmp_path}/bag.py:Bag", "evaluate": "global"}
+    keys |= {"tokenizer": "transformers:tokens", "model": f"{tmp_path}/bag.py:Bag", "evaluate": "global"}
+    keys |= {"data_dir": str(tmp_path / "data")}
     paths = [tmp_path / "clinic.csv", tmp_path / "elsewhere.csv"]
     summary, folder = run_local("run", grid=lambda _, given: Private(given, paths), **KEYS | keys | {"num_rounds": 5})
     labels = "labels ('good', 'worse'), the server's data set has ('bad', 'good')"

@@ -28,7 +28,7 @@ from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.data import READERS, SOURCES, data_folder, private_name
+from fedsub_app.data import READERS, SOURCES, data_folder, in_data_folder, private_name
 from fedsub_app.data.text import TRAINED
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update
@@ -220,15 +220,15 @@ def named(settings: Settings, header: Json, context: Context, problem: Problem |
     private, folder = (str(context.node_config.get(key, "")) for key in ("private-data", "data-dir"))
     state = state_folder(header, context.node_config)
     if not problem and (settings.private_examples or private):
-        place = _private_place(settings, private, header, state)
+        place = _private_place(settings, private, header, state, folder)
     else:
         place = workplace(_read_here(settings, folder), problem, state, header.get("run", ""))
-    check_base(place.settings.model, place.base, header.get("base", ""), "the server's")
+    check_base(settings.model, place.base, header.get("base", ""), "the server's")
     return lambda client: place
 
 
-def _private_place(settings: Settings, path: str, header: Json, state: Path) -> Workplace:
-    """Return the workplace of a node's own data, which must be like the server's."""
+def _private_place(settings: Settings, path: str, header: Json, state: Path, folder: str = "") -> Workplace:
+    """Return the workplace of a node's own data, which must be like the server's; ``folder``: its data folder."""
     if not path:
         setting = f"private-examples = {settings.private_examples}"
         raise UserError(f"--node-config: {setting} needs private-data=<path of an .npz file, image folder or table>")
@@ -242,7 +242,7 @@ def _private_place(settings: Settings, path: str, header: Json, state: Path) -> 
         tokenizer = f"tokenizer = {settings.tokenizer!r}: differs between nodes"
         raise UserError(f"{tokenizer}; must be 'transformers:NAME' with private-data = {path!r}")
     square = len(shape) == 3 and not texts and shape[1] == shape[2]
-    own = _private_settings(settings, path, shape[1] if square else 0)
+    own = _private_settings(settings, path, folder, shape[1] if square else 0)
     place = workplace(own, state=state, run=header.get("run", ""))
     data = place.problem.data
     for what, have, wanted in (
@@ -256,10 +256,12 @@ def _private_place(settings: Settings, path: str, header: Json, state: Path) -> 
 
 
 @lru_cache(maxsize=4)
-def _private_settings(settings: Settings, path: str, image_size: int) -> Settings:
+def _private_settings(settings: Settings, path: str, folder: str, image_size: int) -> Settings:
     """Return a run's settings with all samples of this node's data set instead of the run's."""
     name = private_name(Path(path))
     private: dict[str, Value] = {"dataset": name, "data-dir": str(Path(path).parent), "domains": "", "experiment": ""}
+    for key in ("model", "tokenizer"):  # of its data folder, which the data need not be in
+        private[key] = in_data_folder(getattr(settings, key), folder or settings.data_dir)
     return resolve(settings.flat() | private | {"train-per-class": 0, "test-per-class": 0, "image-size": image_size})
 
 
