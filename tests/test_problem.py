@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import problem_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
@@ -14,7 +14,7 @@ from fedsub_app.models import tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.loop import prepare
 from fedsub_app.training.costs import forward_flops
-from fedsub_app.training.problem import Problem
+from fedsub_app.training.problem import Problem, output_of
 from fedsub_app.training.workplace import workplace
 
 KEYS = {"model": "feature-mlp", "method": "fedavg"}
@@ -52,6 +52,16 @@ def test_a_problem_of_ones_own_objects() -> None:
     assert problem.network()(torch.zeros(2, 3, 4)).shape == (2, 5)
     assert torch.equal(problem.network().fc1.weight, problem.build(0).fc1.weight)  # type: ignore[arg-type, union-attr]
     assert forward_flops(problem, problem.network()) == 2 * (12 * 1000 + 1000 * 5)
+
+
+def test_a_network_of_ones_own_may_look_at_values() -> None:
+    """As the encoders of transformers do: their attention asks whether the mask is all ones."""
+
+    class Encoder(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.any() else super().forward(x + 1)
+
+    assert output_of(Encoder(3, 2), Classification(), (3,)) == (2,)
 
 
 def test_sums_of_batches_add_up() -> None:

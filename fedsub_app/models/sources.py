@@ -81,11 +81,11 @@ def with_logits(model: nn.Module) -> nn.Module:
     return model
 
 
-def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False, device: str = "cpu") -> Any:
+def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False) -> Any:
     """Return a copy's output for two inputs, so that the network's statistics stay; ``who`` begins the error."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return copy.deepcopy(model).to(device).train(training)(blank(2, in_shape, device))
+            return copy.deepcopy(model).train(training)(blank(2, in_shape))
     except Exception as error:  # code of others
         raise refused(who, in_shape, error) from error
 

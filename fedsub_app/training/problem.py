@@ -210,9 +210,9 @@ def built(model: Model, in_shape: Shape = ()) -> Callable[[int], nn.Module]:
 
 
 def output_of(module: nn.Module, task: Task, in_shape: Shape) -> tuple[int, ...]:
-    """Return the shape of the output for one sample, on "meta"; :class:`UserError` where it has no axis of outputs."""
+    """Return the shape of the output for one sample; :class:`UserError` where it has no axis of outputs."""
     who = f"model = {type(module).__name__}"
-    output = answer(module, who, in_shape, device="meta")
+    output = answer(module, who, in_shape)
     if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != 2 or (task.classes and output.ndim > 2):
         what = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         allowed = "[2, classes]" if task.classes else "[2, …, outputs]"
