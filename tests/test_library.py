@@ -536,6 +536,27 @@ def test_a_frozen_base_stays_on_the_nodes() -> None:
         fedsub.FedAvg(clients_per_node=4, model=Net, trainable="lora").start(grid(), start, 1)
 
 
+def tuned() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["1"], modules_to_save=["head"])
+    network: nn.Module = peft.get_peft_model(pretrained(), config)
+    return network
+
+
+@pytest.mark.parametrize("method", [fedsub.FedIT, fedsub.FLoRA])
+def test_the_base_of_a_network_of_peft_stays_on_the_nodes(method: Any) -> None:
+    """What peft trains is sent, and the weight that FLoRA moves."""
+    start = arrays(tuned()).to_torch_state_dict()
+    strategy = method(clients_per_node=4, model=tuned, trainable="lora", lr=0.1)
+    found = strategy.start(grid(model=tuned), arrays(tuned()), 2).arrays.to_torch_state_dict()
+    moved = {name for name, tensor in start.items() if not torch.equal(tensor, found[name])}
+    layer, head = "base_model.model.body.1", "base_model.model.head.modules_to_save.default"
+    trained = {f"{layer}.lora_{part}.default.weight" for part in "AB"} | {f"{head}.weight", f"{head}.bias"}
+    trained |= {f"{layer}.base_layer.weight"} if method is fedsub.FLoRA else set()
+    assert {*strategy.connected.current} == trained
+    assert moved | {f"{layer}.lora_B.default.weight"} == trained  # FLoRA's B begins at zero again
+
+
 def _context(client: int) -> Context:
     from flwr.app import RecordDict
 

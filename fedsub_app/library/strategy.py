@@ -162,7 +162,8 @@ class LibraryStrategy(Strategy):
 
     def build(self, settings: Settings, initial_arrays: ArrayRecord) -> tuple[SubnetStrategy, Tensors]:
         """Make the method's strategy; returns it with the initial tensors."""
-        if settings.trainable == "lora" or (settings.trainable and self.model is None):
+        no_adapters = settings.trainable == "lora" and not any(".lora_A." in name for name in initial_arrays)
+        if no_adapters or (settings.trainable and self.model is None):
             needs = "give a network of the package peft" if self.model else "needs model="
             raise UserError(f"trainable = {settings.trainable!r}: in a Flower app of your own {needs}")
         with explained("initial_arrays:"):  # of another serialisation than Flower's

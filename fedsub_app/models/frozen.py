@@ -49,11 +49,15 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     """Return the network, modified: all but the trained tensors are its frozen base.
 
     The head of the network is trained as well, unless names say otherwise. Adapters are drawn from torch's global
-    generator on the CPU. ``name``: the setting ``model``, for errors.
+    generator on the CPU; a network that has some keeps them. ``name``: the setting ``model``, for errors.
     """
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":
-        _add_adapters(model, trained, names, name)
+        every = dict(model.named_parameters())
+        if adapters(every):  # of peft, which says what else is trained
+            names = {each for each, parameter in every.items() if parameter.requires_grad}
+        else:
+            _add_adapters(model, trained, names, name)
         every = dict(model.named_parameters())
         names |= {each for each in every if ".lora_" in each}
         for each in names & every.keys():
