@@ -1,5 +1,6 @@
 """The connections that `fedsub setup` writes, and what a simulation is told of this machine."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -210,6 +211,15 @@ def test_each_environment_and_user_has_ports(monkeypatch: pytest.MonkeyPatch) ->
         assert 20_000 <= http < control < 32_768
         ports |= {http, control}
     assert len(ports) == 6
+
+
+def test_a_home_without_our_connection_names_the_remedy(machine: Any) -> None:
+    """Flower's own message, cut to a line, told neither the remedy nor the whole path of its file."""
+    config = re.escape(str(machine(2)))
+    with pytest.raises(
+        UserError, match=f"^--engine local-simulation: not in {config}; `fedsub setup` adds the connection$"
+    ):
+        flower.run("local-simulation", {"experiment": "quickstart/digits"})
 
 
 @pytest.mark.parametrize(
