@@ -237,6 +237,7 @@ def test_a_resumed_run_keeps_its_data_folder(desk: Path, asked: list[str], monke
     assert cli.main(["run", "my.toml", "num-rounds=1", "run-dir=one", f"data-dir={desk}"]) == 0
     for name in ("FEDSUB_DATA", "FLWR_HOME"):
         monkeypatch.setenv(name, str(desk / "other"))
+    monkeypatch.setattr(flower, "connections", lambda: {flower.CONNECTION: {"insecure": True}})
     with pytest.raises(UserError, match="no SuperLink"):
         flower.run(flower.CONNECTION, {"resume": True, "run-dir": "one"})
     assert f'data-dir="{desk}"' in asked[-1]
