@@ -53,8 +53,7 @@ def freeze(model: nn.Module, trained: Trained, name: str) -> nn.Module:
     """
     names = _trained_names(model, trained, f"trainable = {trained.what!r}: model = {name!r}")
     if trained.what == "lora":
-        every = dict(model.named_parameters())
-        if adapters(every):  # of peft, which says what else is trained
+        if adapters(every := dict(model.named_parameters())):  # of peft, which says what else is trained
             names = {each for each, parameter in every.items() if parameter.requires_grad}
         else:
             _add_adapters(model, trained, names, name)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property, partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -271,8 +270,8 @@ class Training:
         self.factors = {name: torch.empty_like(trained[name]).copy_(mask) for name, mask in there.items()}
         self.objective = client.objective() if objective is None else objective
         self.batch_statistics = batch_statistics
-        self.task_loss = MethodType(ClientTools.loss, client)  # the only one that is compiled or stacked
-        plain = names is None and self.loss == self.task_loss and not self.objective.forwards
+        self.of_task = getattr(self.loss, "__func__", None) is ClientTools.loss  # else neither compiled nor stacked
+        plain = names is None and self.of_task and not self.objective.forwards
         self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
 
@@ -285,7 +284,7 @@ class Training:
         before, device = self.samples, client.y.device
         total, seen = torch.zeros((), device=device), 0
         stack = side_by_side.get()
-        own = self.step is not Training.descend or self.loss != self.task_loss or type(self.optimizer) is not Optimizer
+        own = self.step is not Training.descend or not self.of_task or type(self.optimizer) is not Optimizer
         if stack and ahead and not own and not self.correct and draws is None and (waiting := list(batches)):
             loss, made = stack(self, waiting)
             total, seen, batches = total + loss, sum(map(len, waiting[:made])), waiting[made:]
