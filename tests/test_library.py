@@ -435,6 +435,9 @@ def test_tensors_of_another_type_are_refused(dtype: torch.dtype) -> None:
         fedsub.FedAvg(clients_per_node=4).start(grid(model=other), arrays(other()), 1)
     with pytest.raises(fedsub.UserError, match=f"^model = 'other': {said}"):
         fedsub.run({"num-clients": 2, "num-rounds": 1}, model=other, data=((X, Y), (X, Y)))
+    said = f"'.*weight' is {dtype}; allowed is torch.float32, but for a frozen base and integer buffers$"
+    with pytest.raises(fedsub.UserError, match=f"^model = Net: {said}"):  # whose inputs are float32
+        fedsub.run({"num-clients": 2, "num-rounds": 1}, model=lambda: Net().to(dtype), data=((X, Y), (X, Y)))
 
 
 def test_values_that_no_message_may_hold_are_refused_before_round_1() -> None:
@@ -976,7 +979,7 @@ def test_a_network_that_is_none_is_one_line() -> None:
     ("change", "wanted"),
     [
         (lambda net: net.requires_grad_(False), "'<lambda>': has no parameters to train; allowed are floating"),
-        (lambda net: net.to(torch.complex64), "Net: cannot take inputs of shape .*ComplexFloat"),
+        (lambda net: net.to(torch.complex64), "Net: '.*weight' is torch.complex64; allowed is torch.float32"),
     ],
 )
 def test_a_network_without_anything_to_train_is_refused(change: Any, wanted: str) -> None:

@@ -147,7 +147,7 @@ def test_the_frozen_base_of_a_changed_file(file: Path) -> None:
         ("FILE:Net", "depth=3", "unexpected keyword argument 'depth'"),
         ("FILE:no_network", "", "gives a int; allowed is a torch.nn.Module"),
         ("FILE:one_class_more", "", r"answers 2 inputs with \[2, 11\]; allowed by task and labels is \[2, 10\]"),
-        ("FILE:half", "", "has torch.float16 parameters to train; allowed are torch.float32 ones"),
+        ("FILE:half", "", "half': '.*weight' is torch.float16; allowed is torch.float32, but for"),
         ("no_such_package:Net", "", "No module named 'no_such_package'"),
         ("torchvision:resnet19", "", "model = 'torchvision:resnet19': .*Unknown model resnet19"),
         ("torchvision:vit_b_16", "", r"cannot take inputs of shape \(1, 8, 8\): AssertionError: Wrong image height"),

@@ -87,7 +87,17 @@ def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False) 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return copy.deepcopy(model).train(training)(blank(2, in_shape))
     except Exception as error:  # code of others
+        check_types(model, who)
         raise refused(who, in_shape, error) from error
+
+
+def check_types(model: nn.Module, who: str) -> None:
+    """Raise :class:`UserError` for a parameter outside the base that is not float32; ``who`` begins the error."""
+    base = base_names(model)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32 and name not in base:
+            allowed = "allowed is torch.float32, but for a frozen base and integer buffers"
+            raise UserError(f"{who}: {name!r} is {parameter.dtype}; {allowed}")
 
 
 def refused(who: str, in_shape: Shape, error: Exception) -> UserError:
@@ -98,10 +108,9 @@ def refused(who: str, in_shape: Shape, error: Exception) -> UserError:
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
     """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
-    base = base_names(model)
-    odd = {str(p.dtype) for n, p in model.named_parameters() if p.dtype != torch.float32 and n not in base}
-    if odd or not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"{who}: has {', '.join(odd) or 'no'} parameters to train; allowed are torch.float32 ones")
+    check_types(model, who)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"{who}: has no parameters to train; allowed are torch.float32 ones")
     for training in (True, False):
         output = answer(model, who, in_shape, training)
         if not isinstance(output, Tensor) or output.shape != (2, *outputs):
