@@ -10,7 +10,8 @@ mode ``(alpha - 1) / (alpha + beta - 2)``; every ``reset-every`` rounds the coun
 Checked against the authors' code (https://github.com/BerivanIsik/sparse-random-networks: server.py, client.py,
 masked_layers.py). Deviations from it and from the paper, and points that they leave open:
 - the constant is the standard deviation of Kaiming's normal initialisation, ``sqrt(2 / inputs)`` (paper; the code has
-  ``e / sqrt(inputs)``); its sign is that of the initial weight. Biases have masks and constants of their layer (code).
+  ``e / sqrt(inputs)``); its sign is that of the initial weight, also of a trained one, and a notice says so. Biases
+  have masks and constants of their layer (code).
 - scores start at 0, theta at 1/2; the code draws normal scores.
 - theta is kept within 0.01 and 0.99, so that scores are finite (code: the bits count as 0.01 and 0.99).
 - the global model that is tested has one mask drawn from theta.
@@ -57,6 +58,8 @@ class FedPM(SubnetStrategy):
             raise UserError(f"trainable = {settings.trainable!r}: {why}")
         if settings.secure_aggregation and settings.secure_range < 1:
             raise UserError(f"secure-range = {settings.secure_range:g}: at least 1 with fedpm, whose masks are summed")
+        if settings.start_from or "pretrained" in settings.model_options or settings.model.startswith("package:"):
+            self.warning = "fedpm takes only the signs of the initial weights that it masks, also of trained ones"
         weight_names(settings, self.model)
         self.signed = signed_constants(self.model, self.current)
         self.theta = {name: torch.full_like(tensor, 0.5) for name, tensor in self.signed.items()}  # of each weight

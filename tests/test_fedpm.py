@@ -19,7 +19,7 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
-from strategies.fedpm import signed_constants
+from strategies.fedpm import FedPM, signed_constants
 
 Run = Callable[..., tuple[Json, Path]]
 MASKED = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -113,6 +113,13 @@ def test_the_random_network_stays(run_local: Run) -> None:
         assert bool(((model[name] == weights) | (model[name] == 0)).all())
         assert bool((weights.sign() == torch.where(initial()[name] < 0, -1, 1)).all())
     assert float(signed["fc2.weight"].abs().max()) == pytest.approx((2 / 1000) ** 0.5)
+
+
+@pytest.mark.parametrize("given", [{"start_from": "runs/A"}, {"model_options": "pretrained = True"}, {}])
+def test_that_trained_weights_count_by_their_signs_is_said(given: Json) -> None:
+    settings = resolve({"model": "feature-mlp", "method": "fedpm"}).model_copy(update=given)
+    strategy = FedPM(settings, build_model("feature-mlp", (1, 8, 8), 10, 0))
+    assert strategy.warning.startswith("fedpm takes only the signs") == bool(given)
 
 
 def test_the_constants_of_gpt2s_layers_are_of_their_inputs() -> None:
