@@ -38,8 +38,10 @@ class SubnetStrategy(Hooks, Strategy):
 
     def summary(self) -> None:
         """Log the method's own settings that differ from their defaults, in one line, and the method's warning."""
-        usual = type(self.options)().toml()
-        chosen = [f"{key} = {value!r}" for key, value in self.options.toml().items() if value != usual[key]]
+        usual, own = type(self.options)().toml(), self.options.toml()
+        if self.devices:  # whose widths count
+            own.pop("widths", None)
+        chosen = [f"{key} = {value!r}" for key, value in own.items() if value != usual[key]]
         if chosen:
             log.info("%s: %s", self.settings.method, ", ".join(chosen))
         if self.warning:

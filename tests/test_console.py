@@ -136,5 +136,7 @@ def test_a_methods_own_settings_are_said(caplog: pytest.LogCaptureFixture) -> No
         for order in ("shallow", "deep"):
             keys = {"method": "fedpart", "fedpart.order": order, "fedpart.full-rounds": 2}
             prepare(resolve(SMALL | keys))[2].summary()
+        keys = {"method": "heterofl", "heterofl.widths": "0.5", "devices": "phones"}
+        prepare(resolve(SMALL | keys))[2].summary()
     said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert said == ["fedpart: order = 'deep'"]
