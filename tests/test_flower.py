@@ -252,3 +252,14 @@ def test_warnings_that_do_not_concern_the_user_are_not_shown(capfd: pytest.Captu
     lines = ["round 1/2", "x.py:1: FutureWarning: Tip: In future versions of Ray, …", "  warnings.warn(", "round 2/2"]
     flower._stream([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], {})
     assert capfd.readouterr().out == "round 1/2\nround 2/2\n"
+
+
+@pytest.mark.parametrize("status", ["finished:failed", "finished:stopped"])
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_resumed(status: str, tmp_path: Path) -> None:
+    """Its settings may be what was refused."""
+    (tmp_path / "settings.json").touch()
+    said = [flower._ended("mine", "7", status, {"run-dir": str(tmp_path)})]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "round-000001.safetensors").touch()
+    said.append(flower._ended("mine", "7", status, {"run-dir": str(tmp_path)}))
+    assert ["--resume" in line for line in said] == [status != "finished:failed", True]

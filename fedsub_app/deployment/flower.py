@@ -322,7 +322,7 @@ def _ended(connection: str, run_id: str, status: str, overrides: Mapping[str, Va
     if not status.startswith("finished"):
         message += f"; `flwr stop {run_id} {connection}` stops it"
     folder = Path(str(overrides.get("run-dir", "")))
-    if (folder / "settings.json").exists():
+    if (folder / "settings.json").exists() and (status != "finished:failed" or [*folder.glob("checkpoints/*")]):
         message += f"; once it has ended, `{resume_command(folder)} --engine {connection}` goes on"
     return message
 
