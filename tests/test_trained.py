@@ -23,6 +23,7 @@ from fedsub_app.common.inputs import Inputs, form_of
 from fedsub_app.common.tasks import Classification
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Samples
+from fedsub_app.data.text import tokenizer_of
 from fedsub_app.models import build_model
 from fedsub_app.runs.evaluation import GlobalTest
 from fedsub_app.training.problem import Problem, _named
@@ -278,6 +279,15 @@ def test_tensors_that_the_weights_lack_are_named(
     assert not [line for line in caplog.messages if line.startswith("note: model")]
     with pytest.raises(UserError, match="ValueError: weights: 39 of 41 tensors are lacking or of another shape, as 'b"):
         run_local("third", **keys | {"model_options": "pretrained=True, hidden_size=16"})
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    pytest.importorskip("transformers")
+    said = r" = 'transformers:./bert': OSError: no folder ./bert here or in the data folder; from the hub: Repo id must"
+    with pytest.raises(UserError, match=f"^model{said}"):
+        build_model("transformers:./bert", (3, 8, 8), 10, 0)
+    with pytest.raises(UserError, match=f"^tokenizer{said}"):
+        tokenizer_of("transformers:./bert", (), 10)
 
 
 def test_a_clients_own_model_and_what_has_no_adapter(

@@ -72,6 +72,17 @@ def of_others(said: str, source: str) -> Iterator[None]:
             raise UserError(f"{said}: {reason}") from error
 
 
+@contextmanager
+def folder_or_hub(name: str) -> Iterator[None]:
+    """Say of a name that the hub of transformers does not give that there is no such folder either."""
+    try:
+        yield
+    except OSError as error:
+        if not Path(name).is_dir():
+            raise OSError(f"no folder {name} here or in the data folder; from the hub: {error}") from error
+        raise
+
+
 def named_code(key: str, text: str, kind: Any = Callable) -> Any:
     """Return the object of ``kind`` that a setting names in a file or module; :class:`UserError` if there is none."""
     source, _, name = text.rpartition(":")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsub_app.common.errors import UserError, one_line
-from fedsub_app.common.own_code import packaged
+from fedsub_app.common.own_code import folder_or_hub, packaged
 from fedsub_app.common.tasks import IGNORED
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -43,7 +43,8 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
         if kind == "package":
             kind, folder = "transformers", str(packaged(folder))
         if kind == "transformers" and folder:
-            tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            with folder_or_hub(folder):
+                tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             pad = tokenizer.pad_token_id or PAD  # decoders take their answer at the last token before it
             return Tokenizer(lambda some: tokenizer(list(some))["input_ids"] if some else [], len(tokenizer), pad)
     except ImportError as error:

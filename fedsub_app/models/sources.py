@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.inputs import Form, Inputs, Shape, blank, shape_shown
-from fedsub_app.common.own_code import named_code, of_others, packaged
+from fedsub_app.common.own_code import folder_or_hub, named_code, of_others, packaged
 
 Options = Mapping[str, Any]
 BASE = "_fedsub_base"  # attribute of a module: names of its own tensors that belong to a frozen base (frozen.py)
@@ -208,7 +208,8 @@ def _transformers(model: str, name: str, in_shape: Shape, num_classes: int, opti
     transformers.logging.disable_progress_bar()
     given = dict(options)
     pretrained = given.pop("pretrained", False)
-    config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
+    with folder_or_hub(name):
+        config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, trust_remote_code=False, **given)
     images = not isinstance(in_shape, Form) and len(in_shape) == 3
     next_token = isinstance(in_shape, Form) and in_shape.single and in_shape.tokens == num_classes
     what = "ImageClassification" if images else "CausalLM" if next_token else "SequenceClassification"
