@@ -291,9 +291,14 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 
 
 def test_a_clients_own_model_and_what_has_no_adapter(
-    keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path
+    keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, run = run_local(**keys, method="fedsa-lora", num_clients=2)
+    said = "note: method = 'fedsa-lora': B = 0 in the global model's adapters, each client has its own: "
+    for client in ([], ["--client", "1"]):
+        capsys.readouterr()
+        assert main(["export", str(run), "--adapter", str(tmp_path / "any"), *client]) == 0
+        assert capsys.readouterr().err.startswith(said) != bool(client)
     own = [ours(run, client) for client in (0, 1)]
     assert not torch.allclose(*own)
     write_adapter(run, tmp_path / "adapter", 1)

@@ -1,6 +1,7 @@
 """A run's model on files that it has not seen, and the model as a file of ONNX, of peft or of all its weights."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,10 @@ def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, AnySam
     x: AnySamples | Batch = problem.data.train_x
     if client is None:
         network = global_network(folder, problem)
+        bs = [tensor for name, tensor in tensors_of(network).items() if ".lora_B." in name]
+        if bs and not settings.options.moves_base and not any(b.any() for b in bs):
+            said = "B = 0 in the global model's adapters, each client has its own: --client 0 takes that of client 0"
+            print(f"note: method = {settings.method!r}: {said}", file=sys.stderr)
     else:
         own = client_of(folder, client)
         network, x = own.network.module, problem.data.train_x.part(own.place.partition.train[client])
