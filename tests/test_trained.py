@@ -44,12 +44,18 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=8,
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(folder)
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    how = {"tokenizer_object": tokenizer, "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(**how).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def keys(bert: Path, tmp_path: Path) -> dict[str, Any]:
-    lines = [f"{k % 2}\t{WORDS[k % 8]} {WORDS[(k // 8) % 8]}" for k in range(64)]
+    lines = [f"{('no', 'yes')[k % 2]}\t{WORDS[k % 8]} {WORDS[(k // 8) % 8]}" for k in range(64)]
     (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
     return {
         "dataset": "tsv:texts.tsv", "data_dir": str(tmp_path), "input": "text", "tokenizer": "words", "tokens": 4,
@@ -93,7 +99,8 @@ def ours(folder: Path, client: int | None = None) -> Tensor:
 def test_what_peft_and_transformers_load_computes_the_same(
     keys: dict[str, Any], bert: Path, run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary, run = run_local(**keys, method="fedit", num_clients=2)
+    transformers = pytest.importorskip("transformers")
+    summary, run = run_local(**keys | {"tokenizer": f"transformers:{bert}"}, method="fedit", num_clients=2)
     assert "merge-error" in json.loads((run / "rounds.jsonl").read_text().splitlines()[1])
     sent = 4 * (4 * 2 * 2 * 8 + 8 * 2 + 2)  # float32: A and B of query and value of two layers, the head
     assert summary["total-formula-bytes-up"] == 2 * 2 * sent
@@ -105,6 +112,8 @@ def test_what_peft_and_transformers_load_computes_the_same(
     torch.testing.assert_close(logits(adapted(bert, adapter)), expected)
     whole = classifier(merged)
     torch.testing.assert_close(logits(whole), expected, rtol=1e-4, atol=1e-5)
+    assert whole.config.id2label == {0: "no", 1: "yes"}
+    assert transformers.AutoTokenizer.from_pretrained(merged)("bad good")["input_ids"] == [3, 2]
     assert (logits(plain(bert)) - expected).abs().max() > 0.01
 
 

@@ -18,9 +18,10 @@ from fedsub_app.common.inputs import Batch, Inputs, blank
 from fedsub_app.common.own_code import is_source
 from fedsub_app.common.tasks import MultiLabel, NextToken
 from fedsub_app.common.tensor_files import write_tensors
-from fedsub_app.data import IMAGES, AnySamples, DataSettings, Samples, in_unit, load_dataset, normalised
+from fedsub_app.data import IMAGES, AnySamples, DataSettings, Samples, in_data_folder, in_unit, load_dataset, normalised
 from fedsub_app.data.files import read_pixels
 from fedsub_app.data.tables import unseen_rows
+from fedsub_app.data.text import pretrained_tokenizer
 from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, turned, whole_names
 from fedsub_app.runs.checkpoint import global_network
 from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
@@ -210,6 +211,13 @@ def write_merged(run: Path, folder: Path, client: int | None = None) -> None:
     whole.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
     if save := getattr(whole, "save_pretrained", None):
+        labels = problem.data.labels
+        config: Any = getattr(whole, "config", None)
+        if labels and len(labels) == getattr(config, "num_labels", 0):
+            config.id2label = dict(enumerate(map(str, labels)))
+            config.label2id = {name: number for number, name in config.id2label.items()}
         save(str(folder))
+        if tokenizer := pretrained_tokenizer(in_data_folder(settings.tokenizer, settings.data_dir)):
+            tokenizer.save_pretrained(str(folder))
     else:
         write_tensors(folder / "model.safetensors", whole.state_dict())

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +39,7 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
     try:
         if name in TRAINED:
             return _trained(name, texts, vocabulary)
-        kind, _, folder = name.partition(":")
-        if kind == "package":
-            kind, folder = "transformers", str(packaged(folder))
-        if kind == "transformers" and folder:
-            with folder_or_hub(folder):
-                tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer := pretrained_tokenizer(name):
             pad = tokenizer.pad_token_id or PAD  # decoders take their answer at the last token before it
             return Tokenizer(lambda some: tokenizer(list(some))["input_ids"] if some else [], len(tokenizer), pad)
     except ImportError as error:
@@ -53,6 +48,17 @@ def tokenizer_of(name: str, texts: Sequence[str], vocabulary: int) -> Tokenizer:
     except Exception as error:  # code of others
         raise UserError(f"tokenizer = {name!r}: {one_line(error)[:200]}") from error
     raise UserError(f"tokenizer = {name!r}: allowed are {', '.join(TRAINED)}, or 'transformers:FOLDER'")
+
+
+def pretrained_tokenizer(name: str) -> Any:
+    """Return the tokenizer of transformers that the setting names; None where it names another one."""
+    kind, _, folder = name.partition(":")
+    if kind == "package":
+        kind, folder = "transformers", str(packaged(folder))
+    if kind != "transformers" or not folder:
+        return None
+    with folder_or_hub(folder):
+        return import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _of_characters(alphabet: Sequence[str]) -> Tokenizer:
