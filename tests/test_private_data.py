@@ -1,6 +1,8 @@
 """Nodes with data of their own: the server knows no more of them than a bound, and says what does not fit."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -210,6 +212,20 @@ def test_texts_of_a_nodes_own_in_the_servers_tokens(run_local: RunLocal, tmp_pat
     labels = "labels ('good', 'worse'), the server's data set has ('bad', 'good')"
     assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
     assert summary["final-global-accuracy"] == 100.0
+    shutil.copytree(tmp_path / "data/tokens", tmp_path / "other/tokens")
+    file = tmp_path / "other/tokens/tokenizer.json"
+    made = json.loads(file.read_text())
+    made["model"]["vocab"] |= {"good": 3, "film": 2}
+    file.write_text(json.dumps(made))
+
+    def grid(given: Any) -> Private:
+        federation = Private(given, [paths[0], paths[0]])
+        [*federation.contexts.values()][1].node_config["data-dir"] = str(tmp_path / "other")
+        return federation
+
+    _, folder = run_local("two", grid=lambda _, given: grid(given), **KEYS | keys)
+    (reason,) = dropped(folder).values()
+    assert re.search(r"clinic.csv': vocabulary of SHA-256 \w{16}, the server's data set has \w{16}$", reason)
 
 
 def test_a_folder_of_other_classes_is_one_line(run_local: RunLocal, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Texts as tokens: tokenizers, samples of a fixed length, and the sources of Python's standard library."""
 
+import hashlib
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +61,13 @@ def pretrained_tokenizer(name: str) -> Any:
         return None
     with folder_or_hub(folder):
         return import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@lru_cache(maxsize=4)
+def vocabulary_digest(name: str) -> str:
+    """Return a digest of the vocabulary of a tokenizer of transformers; "" where the setting names another one."""
+    found = pretrained_tokenizer(name)
+    return hashlib.sha256(repr(sorted(found.get_vocab().items())).encode()).hexdigest()[:16] if found else ""
 
 
 def _of_characters(alphabet: Sequence[str]) -> Tokenizer:

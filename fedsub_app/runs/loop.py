@@ -16,7 +16,8 @@ from fedsub_app.common.failures import machine_failure
 from fedsub_app.common.inputs import Form, shape_shown, size_of
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
-from fedsub_app.data import Partition, make_partition, partition_summary
+from fedsub_app.data import Partition, in_data_folder, make_partition, partition_summary
+from fedsub_app.data.text import vocabulary_digest
 from fedsub_app.federation.nodes import Federation, held_out, takes_part
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
@@ -119,6 +120,7 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
         if not partition:  # each node compares its own data with these
             header |= {"shape": shape_shown(dataset.in_shape), "classes": dataset.num_classes}
             header |= {"labels": dataset.labels} if dataset.labels else {}
+            header["vocabulary"] = vocabulary_digest(in_data_folder(settings.tokenizer, settings.data_dir))
         global_test = GlobalTest(problem, device)
         sample_flops = training_flops(problem, strategy.model)
         private = [settings.private_examples] * settings.num_clients

@@ -29,7 +29,7 @@ from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensor_files import write_tensors
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import READERS, SOURCES, data_folder, in_data_folder, private_name
-from fedsub_app.data.text import TRAINED
+from fedsub_app.data.text import TRAINED, vocabulary_digest
 from fedsub_app.federation.blocks import block_parts
 from fedsub_app.federation.protocol import MEASURE, SECURE, TEST, Update
 from fedsub_app.federation.wire import INITIAL, NONCE, UNKNOWN_SETTINGS, pack, update_part
@@ -249,6 +249,7 @@ def _private_place(settings: Settings, path: str, header: Json, state: Path, fol
         ("classes", data.num_classes, header["classes"]),
         ("samples", shape_shown(data.in_shape), shape),
         ("labels", data.labels, tuple(header.get("labels", ()))),
+        ("vocabulary of SHA-256", vocabulary_digest(own.tokenizer), header.get("vocabulary", "")),
     ):
         if have != wanted and (what != "labels" or (have and wanted)):  # images in an npz file have no names of classes
             raise UserError(f"private-data = {path!r}: {what} {have}, the server's data set has {wanted}")
