@@ -828,6 +828,23 @@ def test_positions_that_a_mask_holds_do_not_decay() -> None:
     strategy = fedsub.FedSelect(clients_per_node=4, model=sequential, local_epochs=1, lr=0.1, alpha=0.5)
     found = strategy.start(grid(model=sequential, optimizer=decay, loss=still), first, 2)
     left = [to_tensors(found.arrays)[n] / t for n, t in to_tensors(first).items()]  # 100 samples: four steps a round
+@pytest.mark.parametrize(("given", "timeout", "waited"), [({}, 9.0, 9.0), ({"round_timeout": 7.0}, 9.0, 7.0)])
+def test_flowers_loop_waits_for_replies_as_long_as_both_timeouts_allow(
+    given: dict[str, Any], timeout: float, waited: float
+) -> None:
+    """The keyword did nothing."""
+    seen: list[Any] = []
+
+    class Watched(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            seen.append(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    strategy = fedsub.FedAvg(clients_per_node=4, **given)
+    strategy.start(Watched(fedsub.client_app(model=Net, data=load), {}), arrays(), 1, timeout)
+    assert seen == [waited] * 2  # train, evaluate
+
+
     assert min(float(ratio.min()) for ratio in left) == pytest.approx(0.9**8)
 
 

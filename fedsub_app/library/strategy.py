@@ -146,6 +146,7 @@ class LibraryStrategy(Strategy):
                 allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
                 raise UserError(f"{name} = {shown(dict(config))}: {allowed}")
         self.num_rounds = num_rounds
+        timeout = min(timeout, float(self.keys.get("round-timeout", timeout)))
         self._abandoned.clear()
         result = super().start(grid, initial_arrays, num_rounds, timeout, evaluate_fn=evaluate_fn)
         if len(self._abandoned) == num_rounds > 0:
