@@ -850,6 +850,10 @@ def test_flowers_loop_waits_for_replies_as_long_as_both_timeouts_allow(
 
 @pytest.mark.parametrize(("bound", "said"), [(99, "num-examples = 100: must be an integer from 1 to 99"), (100, "")])
 def test_samples_beyond_the_bound_are_refused(bound: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    said = "^evaluate_fn: returned accuracy; lr-schedule needs 'global-accuracy'$"
+    misnamed: dict[str, Any] = {"initial_arrays": arrays(), "evaluate_fn": lambda *_: {"accuracy": 50.0}}
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.start(fedsub.FedAvg(**keys), grid(), **misnamed, run_dir=tmp_path / "other")
     with pytest.raises(fedsub.RunFailed) if said else nullcontext():
         fedsub.FedAvg(clients_per_node=4, max_examples=bound).start(grid(), arrays(), 1)
     assert said in caplog.text

@@ -60,11 +60,11 @@ def start(
     where: dict[str, Value] = {"run-dir": str(run_dir or ""), "resume": resume}
     settings = settings_of(strategy.call_roll(grid) | where)
     check_tracker(settings.track)
-    if evaluate_fn is None and settings.evaluations[0] == "global":
-        used = ("lr-schedule", settings.lr_schedule == "plateau"), ("stop-at-score", settings.stop_at_score)
-        for key, is_used in (*used, ("target-score", settings.target_score)):
-            if is_used:
-                raise UserError(f"{key}: needs the score global-{settings.score.name}, which evaluate_fn measures")
+    used = ("lr-schedule", settings.lr_schedule == "plateau"), ("stop-at-score", settings.stop_at_score)
+    using = [key for key, is_used in (*used, ("target-score", settings.target_score)) if is_used]
+    score = f"global-{settings.score.name}" if using and settings.evaluations[0] == "global" else ""
+    if score and evaluate_fn is None:
+        raise UserError(f"{using[0]}: needs the score {score}, which evaluate_fn measures")
     strategy.build(settings, initial_arrays)  # errors are raised before anything is written
     run = open_run(settings)
     run.continuation = f"fedsub.start(…, run_dir={str(run.folder)!r}, resume=True)"
@@ -80,6 +80,8 @@ def start(
         def measured(arrays: ArrayRecord) -> dict[str, float]:
             assert evaluate_fn
             named = numbers("evaluate_fn", evaluate_fn(connected.round, strategy.whole(arrays)) or {})
+            if score and named and score not in named:
+                raise UserError(f"evaluate_fn: returned {', '.join(named)}; {using[0]} needs {score!r}")
             if taken := sorted(named.keys() & OF_THE_ROUND):
                 what = f"{taken[0]!r}, which the round's line has of its own"
                 raise UserError(f"evaluate_fn: returned {what}; name it otherwise")
