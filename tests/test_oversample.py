@@ -51,6 +51,7 @@ def test_how_many_are_asked(oversample: float, size: int) -> None:
     settings = resolve({"num-clients": 25, "clients-per-round": 10, "oversample": oversample})
     assert (settings.asked_size, settings.spares) == (size, size - 10)
     assert sample(settings, 1) == sorted(draw(settings, 1))
+    assert resolve(settings.flat() | {"held-out-clients": 13}).asked_size == min(size, 12)
     few = resolve({"num-clients": 25, "clients-per-round": 10})
     assert draw(settings, 1)[:10] == draw(few, 1), "the first ones are those that take part without spares"
 
@@ -59,6 +60,7 @@ def test_how_many_are_asked(oversample: float, size: int) -> None:
     ("keys", "said"),
     [
         ({"num-clients": 4}, "oversample = 1.3: must be 1 where all num-clients = 4 take part in a round"),
+        ({"num-clients": 4, "held-out-clients": 1}, "where all num-clients = 4 without held-out-clients = 1 take part"),
         (
             {"num-clients": 9, "clients-per-round": 4, "clip-norm": 1.0, "dp-noise-multiplier": 1.0},
             "oversample = 1.3: must be 1 with dp-noise-multiplier above 0",

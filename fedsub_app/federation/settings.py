@@ -114,13 +114,12 @@ class FederationSettings(SeedSettings, ClientsSettings):
         for key, given in (("deadline", self.deadline), ("min-width", self.min_width)):
             if given and not self.devices:
                 raise ValueError(f"{key} = {given:g}: does nothing without devices")
+        without = f" without held-out-clients = {self.held_out_clients}" if self.held_out_clients else ""
+        members = f"num-clients = {self.num_clients}{without}"
         if self.clients_per_round and self.clients_per_round > self.members:
-            without = f" without held-out-clients = {self.held_out_clients}" if self.held_out_clients else ""
-            most = f"num-clients = {self.num_clients}{without}"
-            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most {most}")
+            raise ValueError(f"clients-per-round = {self.clients_per_round}: at most {members}")
         if self.oversample > 1 and self.sample_size == self.members:
-            all_ = f"all num-clients = {self.num_clients} take part in a round"
-            raise ValueError(f"oversample = {self.oversample:g}: must be 1 where {all_}")
+            raise ValueError(f"oversample = {self.oversample:g}: must be 1 where all {members} take part in a round")
         if self.min_replies > self.sample_size:
             most = f"the {self.sample_size} clients that take part in a round"
             raise ValueError(f"min-replies = {self.min_replies}: at most {most}")
