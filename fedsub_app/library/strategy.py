@@ -170,7 +170,7 @@ class LibraryStrategy(Strategy):
         with explained("initial_arrays:"):  # of another serialisation than Flower's
             every = to_tensors(initial_arrays)
         self._order = list(every)
-        initial = {name: tensor.clone() for name, tensor in every.items() if tensor.is_floating_point()}
+        initial = {name: tensor for name, tensor in every.items() if tensor.is_floating_point()}
         network = self._network(settings, initial)
         if settings.trainable:
             initial = {name: initial[name] for name in tensors_of(network)}
@@ -191,7 +191,7 @@ class LibraryStrategy(Strategy):
         header |= {"as-defined": True} if strategy.model in as_defined else {}
         federation = Federation(settings, header, settings.flat() | {"resume": False}, initial=initial)
         federation.header |= federation.run_settings  # Flower's loop does not ask a node again that lacks them
-        federation.roll, self._roll.settings = self._roll, settings
+        federation.roll = self._roll
         bound = [self.max_examples] * settings.num_clients
         facts = Facts(bound, math.inf, lambda _: 0.0, self.max_examples, exact=False) if self.max_examples else None
         strategy.connect(federation, facts)
