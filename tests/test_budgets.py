@@ -105,6 +105,7 @@ def test_a_score_that_is_no_number_reaches_nothing() -> None:
 def test_all_budgets_without_a_budget_is_refused() -> None:
     with pytest.raises(UserError, match="all-budgets = true: needs max-flops, max-bytes or max-device-seconds"):
         resolve({"all-budgets": True})
+    assert resolve({"all-budgets": True, "devices": "phones", "max-device-seconds": 1.0}).all_budgets
 
 
 def test_without_reaching_it_a_run_goes_on(run_local: Run) -> None:

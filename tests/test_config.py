@@ -192,6 +192,20 @@ def test_lists_are_tuples() -> None:
     assert settings.flat()["fedpews.shares"] == "0.25, 0.75"
 
 
+@pytest.mark.parametrize(
+    ("keys", "by_examples"),
+    [
+        ({}, True),
+        ({"method": "ist"}, False),
+        ({"weighting": "uniform"}, False),
+        ({"mean": "median"}, False),
+        ({"clip-norm": 1.0, "dp-noise-multiplier": 1.0}, False),  # the noise is for equal weights
+    ],
+)
+def test_a_clients_weight_is_its_samples_where_the_paper_says_so(keys: dict[str, Value], by_examples: bool) -> None:
+    assert resolve({"method": "fedavg"} | keys).by_examples == by_examples
+
+
 @pytest.mark.parametrize(("method", "objective"), [("fedprox", "prox"), ("moon", "moon")])
 def test_a_method_presets_its_objective(method: str, objective: str) -> None:
     settings = resolve({"method": method})
@@ -314,6 +328,8 @@ RANGES: list[tuple[str, list[float | str], list[float | str]]] = [
     ("fedselect.alpha", [0.0, 1.0], [-0.1, 1.1]),
     ("participation", [0.01, 1.0], [0.0, 1.1]),
     ("oversample", [1.0, 10.0], [0.9, 10.1]),
+    ("target-score", [100.0], [100.1]),
+    ("stop-at-score", [100.0], [100.1]),
     ("trim-fraction", [0.0, 0.49], [-0.1, 0.5]),
     ("dp-delta", [0.01, 0.99], [0.0, 1.0]),
     ("secure-dropouts", [0.0, 0.49], [-0.1, 0.5]),

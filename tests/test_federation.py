@@ -117,6 +117,7 @@ def test_the_sample_depends_on_seed_and_round_only() -> None:
         ({"clients-per-round": 4}, 4),
         ({"clients-per-round": 4, "participation": 0.9}, 4),
         ({"participation": 0.26}, 3),
+        ({"participation": 0.5, "held-out-clients": 4}, 3),  # of those that are not held out
     ],
 )
 def test_fraction_and_number_of_participants(keys: dict[str, Value], size: int) -> None:

@@ -137,6 +137,7 @@ def test_keywords_are_the_keys() -> None:
     shown = inspect.signature(fedsub.FedSelect).parameters
     assert shown["lr"].default == 0.05
     assert shown["clients_per_node"].default == 1
+    assert fedsub.FedAvg(task=None, lr=None).keys == fedsub.FedAvg().keys
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,7 @@ def test_keywords_are_the_keys() -> None:
         ("FedAvg", {"clients_per_node": 0}, r"^clients_per_node = 0: must be an integer from 1 on$"),
         ("FedAvg", {"max_examples": 2.5}, r"^max_examples = 2.5: must be an integer from 0 on$"),
         ("IST", {"in_shape": 8, "model": Net}, "^in_shape = 8: must be positive integers, with model=$"),
+        ("IST", {"in_shape": (1, 0), "model": Net}, r"^in_shape = \(1, 0\): must be positive integers, with model=$"),
         ("IST", {"in_shape": (1, 8, 8)}, r"^in_shape = \(1, 8, 8\): must be positive integers, with model=$"),
         ("FedAvg", {"task": Largest}, r"^task = <class '.*Largest'>: must be one of .*, or an object derived"),
         ("FedAvg", {"lr_decay_at": (0, 3)}, r"^lr-decay-at = '0, 3': must be rounds from 1 on"),
@@ -169,12 +171,28 @@ def test_devices_that_cannot_hold_the_network_are_refused_as_in_a_run() -> None:
         fedsub.FedAvg(model_width=0.5)
 
 
+def test_defences_that_do_not_protect_the_method_are_refused_as_in_a_run() -> None:
+    said = r"^model = 'own': not with dp-noise-multiplier above 0: 'body.2.running_mean' is a statistic"
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.FedAvg(clip_norm=1.0, dp_noise_multiplier=1.0, clients_per_node=4).start(grid(), arrays(), 1)
+
+
 def test_what_needs_the_number_of_clients_waits_for_the_roll_call() -> None:
     strategy = fedsub.FedAvg(clients_per_round=5, clients_per_node=2)
     with pytest.raises(fedsub.UserError, match=r"^clients-per-round = 5: at most num-clients = 4$"):
         strategy.start(grid(2), arrays(), 1)
     strategy = fedsub.FedPeWS(shares=(0.5, 0.5), masks="fixed", model=sequential, clients_per_node=2)
     assert strategy.keys["fedpews.shares"] == "0.5, 0.5"
+
+
+def test_the_roll_call_waits_for_the_nodes_of_the_keywords() -> None:
+    app = grid(4)
+    del app.contexts[5]
+    with pytest.raises(fedsub.UserError, match=r"^node-timeout = 0.05: 3 nodes there, missing: nodes with partition"):
+        fedsub.FedAvg(node_timeout=0.05).start(app, arrays(), 1)
+    strategy = fedsub.FedAvg(min_nodes=3)
+    strategy.start(app, arrays(), 1)
+    assert strategy.connected.settings.num_clients == 4  # also those of the node that is away
 
 
 # --- Flower's own loop ------------------------------------------------------------------------------------------------
@@ -196,6 +214,7 @@ def test_every_method_runs_in_flowers_loop(method: str) -> None:
     found = strategy.start(grid(2, model=sequential), first, 2, evaluate_fn=evaluate)
     assert seen == [0, 1, 2] == list(found.evaluate_metrics_serverapp)
     assert strategy.connected.phase.dropped == []
+    assert strategy.connected.settings.num_rounds == 2
     assert {1, 2} == found.train_metrics_clientapp.keys() == found.evaluate_metrics_clientapp.keys()
     assert found.train_metrics_clientapp[2]["train-loss"] < 20
     assert 0 <= found.evaluate_metrics_clientapp[2]["personal-accuracy"] <= 100
@@ -398,6 +417,7 @@ def test_a_network_that_changes_its_inputs_in_place_is_refused() -> None:
 
     with pytest.raises(fedsub.UserError, match=r"^model = 'active': changes its inputs in place; must copy"):
         Problem.own(active, ((X - 1, Y), (X, Y)), resolve({})).check_start()
+    assert "changes its inputs in place" in dropped({}, model=active, data=lambda _: ((X - 1, Y), (X, Y)))
 
 
 def frozen() -> nn.Module:
@@ -462,8 +482,11 @@ def test_flowers_loop_fails_where_every_round_was_abandoned() -> None:
         raise OSError("no such disk")
 
     said = "^all 2 rounds were abandoned; last reason: fewer than min-replies = 1 valid replies; .*no such disk"
-    with pytest.raises(fedsub.RunFailed, match=said):
-        fedsub.FedAvg(clients_per_node=4).start(grid(data=broken), arrays(), 2)
+    strategy = fedsub.FedAvg(clients_per_node=4)
+    for _ in range(2):
+        with pytest.raises(fedsub.RunFailed, match=said):
+            strategy.start(grid(data=broken), arrays(), 2)
+    assert strategy.start(grid(data=broken), arrays(), 0).train_metrics_clientapp == {}
 
 
 def test_arrays_of_another_serialisation_are_one_line() -> None:
@@ -482,6 +505,8 @@ def test_own_models_start_from_the_initial_arrays() -> None:
     shares = [float((load(_context(k))[1][1] == 3).float().mean()) for k in range(4)]
     expected = 100 * sum(shares) / 4
     assert found.evaluate_metrics_clientapp[1]["personal-accuracy"] == pytest.approx(expected)
+    fedpac, _ = fedsub.FedPAC(model=Net).build(resolve({"method": "fedpac", "num-clients": 2}), arrays(start))
+    assert fedpac.heads["head.bias"][:, 3].tolist() == [1e3, 1e3]  # type: ignore[attr-defined]
 
 
 class Flat(nn.Linear):
@@ -524,8 +549,12 @@ def test_a_frozen_base_stays_on_the_nodes() -> None:
     """The head alone is sent and trained; what the server returns is whole; a node with another base is dropped."""
     start = arrays(pretrained())
     strategy = fedsub.FedAvg(clients_per_node=4, model=pretrained, trainable="head", lr=0.1)
-    found = strategy.start(grid(model=pretrained), start, 2).arrays.to_torch_state_dict()
+    app = grid(model=pretrained)
+    found = strategy.start(app, start, 2).arrays.to_torch_state_dict()
     assert [*strategy.connected.current] == ["head.weight", "head.bias"]
+    again = fedsub.FedAvg(clients_per_node=4, model=pretrained)
+    again.start(app, start, 1)  # the process's network is this run's
+    assert again.connected.phase.dropped == []
     assert [*found] == [*start.to_torch_state_dict()]
     moved = [name for name, tensor in start.to_torch_state_dict().items() if not torch.equal(tensor, found[name])]
     assert moved == ["head.weight", "head.bias"]
@@ -605,6 +634,15 @@ def test_the_strategy_names_the_task_and_the_app_adds_metrics() -> None:
     measured = [found.evaluate_metrics_clientapp[number] for number in (1, 3)]
     assert measured[0].keys() == {f"personal-{name}" for name in ("rmse", "mae", "loss", "largest")}
     assert measured[1]["personal-rmse"] < measured[0]["personal-rmse"]
+    tripled = lambda output, y: 3 * TASKS["regression"].loss(output, y)  # noqa: E731
+    first, still = arrays(linear()), fedsub.FedAvg(clients_per_node=4, task="regression", local_epochs=0)
+    plain, triple = (
+        still.start(grid(model=linear, data=numbers, metrics=largest, loss=loss), first, 1).evaluate_metrics_clientapp[
+            1
+        ]
+        for loss in (None, tripled)
+    )
+    assert triple["personal-loss"] == pytest.approx(3 * plain["personal-loss"])
 
 
 def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -675,12 +713,13 @@ def test_a_loss_of_ones_own() -> None:
         seen.append(len(y))
         return nn.functional.cross_entropy(logits, y, label_smoothing=0.1)
 
-    plain, smooth = (
-        fedsub.FedAvg(clients_per_node=4).start(grid(loss=chosen), arrays(Net()), 1).train_metrics_clientapp[1]
-        for chosen in (None, loss)
+    initial = arrays()
+    plain, smooth, again = (
+        fedsub.FedAvg(clients_per_node=4).start(grid(loss=chosen), initial, 1).train_metrics_clientapp[1]
+        for chosen in (None, loss, None)
     )
     assert seen
-    assert plain["train-loss"] != smooth["train-loss"]
+    assert plain["train-loss"] == again["train-loss"] != smooth["train-loss"]
 
 
 def test_a_loss_with_parameters_is_refused() -> None:
@@ -740,6 +779,10 @@ def test_the_head_of_ones_own_network() -> None:
     same = {n for n, t in to_tensors(found.arrays).items() if torch.equal(t, to_tensors(start)[n])}
     assert {n for n in same if n.startswith(("head", "body.1"))} == {"body.1.weight", "body.1.bias"}
     assert "head = 'head' of client_app: the strategy's is 'body.1'" in dropped({"head": "body.1"}, head="head")
+    other, usual = (
+        fedsub.MOON(clients_per_node=4, model=Net).start(grid(**how), start, 2) for how in ({"head": "body.1"}, {})
+    )
+    assert not torch.equal(*(to_tensors(found.arrays)["head.weight"] for found in (other, usual)))
     with pytest.raises(fedsub.UserError, match=r"^head = 'tail': 'tail' is no layer"):
         fedsub.FedPer(model=Net, head="tail").start(grid(), arrays(), 1)
 
@@ -780,11 +823,32 @@ def test_flowers_loop_refuses_the_keys_of_our_own(key: dict[str, Any]) -> None:
     fedsub.FedAvg(clients_per_node=4, checkpoint_every=1).start(grid(), arrays(), 1)  # the default changes nothing
 
 
+@pytest.mark.parametrize(("given", "timeout", "waited"), [({}, 9.0, 9.0), ({"round_timeout": 7.0}, 9.0, 7.0)])
+def test_flowers_loop_waits_for_replies_as_long_as_both_timeouts_allow(
+    given: dict[str, Any], timeout: float, waited: float
+) -> None:
+    """The keyword did nothing."""
+    seen: list[Any] = []
+
+    class Watched(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            seen.append(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    strategy = fedsub.FedAvg(clients_per_node=4, **given)
+    strategy.start(Watched(fedsub.client_app(model=Net, data=load), {}), arrays(), 1, timeout)
+    assert seen == [waited] * 2  # train, evaluate
+
+
 def test_a_plateau_needs_the_scores_of_fedsubs_start(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"clients_per_node": 4, "lr_schedule": "plateau", "lr_patience": 0, "evaluate": "global"}
-    for key in (keys, {"stop_at_score": 60.0, "evaluate": "global"}):
+    for key in (keys, *({name: 60.0, "evaluate": "global"} for name in ("stop_at_score", "target_score"))):
         with pytest.raises(fedsub.UserError, match=r": needs the score global-accuracy, which evaluate_fn measures$"):
             fedsub.start(fedsub.FedAvg(**{"clients_per_node": 4} | key), grid(), initial_arrays=arrays())
+    said = "^evaluate_fn: returned accuracy; lr-schedule needs 'global-accuracy'$"
+    misnamed: dict[str, Any] = {"initial_arrays": arrays(), "evaluate_fn": lambda *_: {"accuracy": 50.0}}
+    with pytest.raises(fedsub.UserError, match=said):
+        fedsub.start(fedsub.FedAvg(**keys), grid(), **misnamed, run_dir=tmp_path / "other")
     same, folder = {"global-accuracy": 50.0}, tmp_path / "run"
     first = {"initial_arrays": arrays(), "num_rounds": 3, "run_dir": folder}
     fedsub.start(fedsub.FedAvg(lr=0.1, **keys), grid(), **first, evaluate_fn=lambda *_: same)
@@ -798,7 +862,9 @@ def test_an_optimizer_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
     ours = fedsub.FedAvg(clients_per_node=4, optimizer="adam", lr=0.01).start(grid(), start, 2)
     own = fedsub.FedAvg(clients_per_node=4, lr=0.01).start(grid(optimizer=adam), start, 2)
     assert all(torch.equal(t, to_tensors(ours.arrays)[n]) for n, t in to_tensors(own.arrays).items())
-    assert "momentum = 0.9: must be 0.0 with optimizer= of client_app" in dropped({"momentum": 0.9}, optimizer=adam)
+    for key, value in {"momentum": 0.9, "weight_decay": 0.1, "optimizer": "rmsprop"}.items():
+        said = f"{key.replace('_', '-')} = {value!r}: must be "
+        assert said in dropped({key: value}, optimizer=adam)
     with pytest.raises(fedsub.RunFailed):
         fedsub.FedAvg(clients_per_node=4).start(grid(optimizer=lambda parameters, lr: None), start, 1)
     assert "returned a NoneType, must be a torch.optim.Optimizer" in caplog.text
@@ -828,32 +894,11 @@ def test_positions_that_a_mask_holds_do_not_decay() -> None:
     strategy = fedsub.FedSelect(clients_per_node=4, model=sequential, local_epochs=1, lr=0.1, alpha=0.5)
     found = strategy.start(grid(model=sequential, optimizer=decay, loss=still), first, 2)
     left = [to_tensors(found.arrays)[n] / t for n, t in to_tensors(first).items()]  # 100 samples: four steps a round
-@pytest.mark.parametrize(("given", "timeout", "waited"), [({}, 9.0, 9.0), ({"round_timeout": 7.0}, 9.0, 7.0)])
-def test_flowers_loop_waits_for_replies_as_long_as_both_timeouts_allow(
-    given: dict[str, Any], timeout: float, waited: float
-) -> None:
-    """The keyword did nothing."""
-    seen: list[Any] = []
-
-    class Watched(LocalGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            seen.append(timeout)
-            return super().send_and_receive(messages, timeout=timeout)
-
-    strategy = fedsub.FedAvg(clients_per_node=4, **given)
-    strategy.start(Watched(fedsub.client_app(model=Net, data=load), {}), arrays(), 1, timeout)
-    assert seen == [waited] * 2  # train, evaluate
-
-
     assert min(float(ratio.min()) for ratio in left) == pytest.approx(0.9**8)
 
 
 @pytest.mark.parametrize(("bound", "said"), [(99, "num-examples = 100: must be an integer from 1 to 99"), (100, "")])
 def test_samples_beyond_the_bound_are_refused(bound: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    said = "^evaluate_fn: returned accuracy; lr-schedule needs 'global-accuracy'$"
-    misnamed: dict[str, Any] = {"initial_arrays": arrays(), "evaluate_fn": lambda *_: {"accuracy": 50.0}}
-    with pytest.raises(fedsub.UserError, match=said):
-        fedsub.start(fedsub.FedAvg(**keys), grid(), **misnamed, run_dir=tmp_path / "other")
     with pytest.raises(fedsub.RunFailed) if said else nullcontext():
         fedsub.FedAvg(clients_per_node=4, max_examples=bound).start(grid(), arrays(), 1)
     assert said in caplog.text
@@ -900,8 +945,10 @@ def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
         raise MemoryError
 
     one = lambda context: ((X, Y), (X, Y))  # noqa: E731
-    with pytest.raises(fedsub.RunFailed, match=r"`fedsub.start\(…, run_dir='.*/run', resume=True\)` goes on$"):
-        fedsub.start(fedsub.FedAvg(), grid(loss=loss, data=one), initial_arrays=arrays(), run_dir=tmp_path / "run")
+    for name, how in (("run", {"loss": loss, "data": one}), ("data", {"data": lambda _: loss(X, Y)})):
+        said = rf"`fedsub.start\(…, run_dir='.*/{name}', resume=True\)` goes on$"
+        with pytest.raises(fedsub.RunFailed, match=said):
+            fedsub.start(fedsub.FedAvg(), grid(**how), initial_arrays=arrays(), run_dir=tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -909,6 +956,7 @@ def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
     [
         ({"acc": np.float32(3.5)}, ""),
         ({"acc": torch.tensor(3.5)}, ""),
+        (None, ""),
         ({"acc": "high"}, r"^evaluate_fn: returned .*; must be numbers by name$"),
         (3.5, r"^evaluate_fn: returned 3.5; must be numbers by name$"),
         ({"round": 7}, r"^evaluate_fn: returned 'round', which the round's line has of its own; name it otherwise$"),
@@ -921,15 +969,23 @@ def test_what_evaluate_fn_returns_is_numbers(found: Any, said: str, tmp_path: Pa
         with pytest.raises(fedsub.UserError, match=said):
             fedsub.start(strategy, grid(), **how, evaluate_fn=lambda *_: found)
         return
-    fedsub.start(strategy, grid(), **how, evaluate_fn=lambda *_: found)
+
+    def measured(server_round: int, whole: ArrayRecord) -> Any:
+        assert [*whole] == [*how["initial_arrays"]]  # with the integer buffer
+        return found
+
+    fedsub.start(strategy, grid(), **how, evaluate_fn=measured)
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
-    assert [line["acc"] for line in lines] == [3.5, 3.5]
+    assert [line.get("acc") for line in lines] == [3.5 if found else None] * 2
 
 
-def test_wrong_arrays_leave_no_directory(tmp_path: Path) -> None:
+def test_wrong_arrays_leave_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = arrays(nn.Linear(2, 2))
     with pytest.raises(fedsub.UserError, match=r"^initial_arrays: "):
         fedsub.start(fedsub.FedAvg(model=Net), grid(), initial_arrays=wrong, run_dir=tmp_path / "run")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(fedsub.UserError, match=r"^track = 'wandb': needs its package; "):
+        fedsub.start(fedsub.FedAvg(track="wandb"), grid(), initial_arrays=arrays(), run_dir=tmp_path / "run")
     with pytest.raises(fedsub.UserError, match=r"^strategy = FedAvg: must be one of fedsub's, such as fedsub.FedAvg"):
         fedsub.start(FedAvg(), grid(), initial_arrays=arrays())  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
@@ -1031,6 +1087,15 @@ def test_a_client_whose_data_fail_is_dropped() -> None:
     assert "data of client 0: FileNotFoundError: /data/ward-3.csv" in said
 
 
+def test_data_are_asked_for_with_the_nodes_context_and_the_clients_number() -> None:
+    seen: list[Context] = []
+    app = grid(data=lambda context: (seen.append(context), load(context))[1])
+    app.contexts[2].run_config["name"] = "x"
+    fedsub.FedAvg(clients_per_node=4).start(app, arrays(), 1)
+    assert [context.node_config["partition-id"] for context in seen] == [0, 1, 2, 3]
+    assert {(context.node_id, context.run_config["name"]) for context in seen} == {(2, "x")}
+
+
 def test_a_nodes_own_file_is_one_such_function(tmp_path: Path) -> None:
     """``private-data`` of its configuration, which no other node sees."""
     x, y = np.arange(20 * 64, dtype=np.uint8).reshape(20, 8, 8), np.arange(20) % 10
@@ -1038,6 +1103,7 @@ def test_a_nodes_own_file_is_one_such_function(tmp_path: Path) -> None:
     own = grid(data=fedsub.private_data)
     for context in own.contexts.values():
         context.node_config["private-data"] = str(tmp_path / "ward.npz")
+        assert [len(y) for _, y in fedsub.private_data(context)] == [20, 10]
     strategy = fedsub.FedAvg()
     strategy.start(own, arrays(), 1)
     assert strategy.connected.phase.dropped == []

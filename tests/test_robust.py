@@ -390,6 +390,7 @@ def test_a_method_that_weighs_all_answers_refuses_all() -> None:
         ({"mean": "median"}, ""),
         ({"mean": "trimmed"}, ""),
         ({"attack": "scale", "attackers": 3}, "attackers = 3: at most num-clients = 2"),
+        ({"attack": "scale", "attackers": 2}, ""),
         ({"attack": "none", "attackers": 3}, ""),
     ],
 )

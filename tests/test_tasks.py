@@ -18,7 +18,7 @@ import fedsub_app
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
-from fedsub_app.common.tasks import TASKS, MultiLabel, NextToken, Regression, Task, registered, task_of
+from fedsub_app.common.tasks import IGNORED, TASKS, MultiLabel, NextToken, Regression, Task, registered, task_of
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.data import load_dataset
 from fedsub_app.federation.protocol import Update
@@ -124,6 +124,8 @@ def test_a_loss_and_metrics_of_ones_own() -> None:
         with_loss(Regression(), lambda o, t: (o - t).abs().mean()), lambda o, t: {"top": float(o.max())}
     )
     assert task.metrics(task.sums(output, y)) == {"top": 3.0, "rmse": math.sqrt(5), "mae": 2.0, "loss": 2.0}
+    words = with_loss(NextToken(), lambda o, t: torch.tensor(2.0))
+    assert words.loss(output, torch.tensor([[1, 2, IGNORED]]), "sum") == 4  # of two tokens
     with pytest.raises(ValueError, match="loss=: gives the mean of a batch"):
         task.loss(output, y, "none")
     with pytest.raises(UserError, match=r"^metrics=: returned None; must be numbers by name$"):
