@@ -21,6 +21,7 @@ import fedsub_app.runs.node
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.run_files import initial_file, initial_model
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.local_grid import LocalGrid, named
@@ -905,7 +906,7 @@ def test_settings_under_another_digest_are_refused_by_the_node(digest: Any, tmp_
 
 
 def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tmp_path: Path) -> None:
-    """As one that was restarted on an empty disk: its clients' round is not lost."""
+    """As one that was restarted on an empty disk, or on a damaged one: its clients' round is not lost."""
     headers: list[Json] = []
 
     def run(message: Message, context: Context) -> Message:
@@ -914,7 +915,7 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
         if len(headers) in (2, 4):
             fedsub_app.common.run_files._texts.clear()
             for file in tmp_path.rglob(".settings-*"):
-                file.unlink()
+                file.write_text("{}") if len(headers) == 4 else file.unlink()
         return app(message=message, context=context)
 
     _, whole = run_local("whole")
@@ -993,6 +994,16 @@ def test_a_node_that_may_have_lost_its_files_gets_the_initial_model_again(tmp_pa
     assert asked(grid) == [False]
 
 
+def test_an_initial_model_that_was_damaged_is_written_again(tmp_path: Path) -> None:
+    """The clients of its node failed in every round, however often the node was started again."""
+    grid = LocalGrid(app, {})
+    grid.contexts[2].node_config["state-dir"] = str(tmp_path)
+    for value in (1.0, 2.0):
+        asked_by(grid, {}, -1, ({INITIAL: True}, {"w": torch.tensor(value)}))
+        assert initial_model(tmp_path / "abc") == {"w": value}
+        initial_file(tmp_path / "abc").write_bytes(b"damaged")
+
+
 def test_of_the_initial_model_travels_what_the_task_does_not_hold() -> None:
     initial = {"w": torch.ones(2), "b": torch.zeros(2)}
     fed = Federation(resolve({"num-clients": 1}), {"run": "this"}, initial=initial)
@@ -1002,12 +1013,14 @@ def test_of_the_initial_model_travels_what_the_task_does_not_hold() -> None:
     assert {name: x.tolist() for name, x in unpack(message.content)[1][-1][1].items()} == {"w": [1, 1], "b": [0, 0]}
 
 
-def asked_by(grid: LocalGrid, header: Json, client: Any) -> tuple[Json, list[tuple[Json, Tensors]]]:
+def asked_by(
+    grid: LocalGrid, header: Json, client: Any, *more: tuple[Json, Tensors]
+) -> tuple[Json, list[tuple[Json, Tensors]]]:
     """Ask the node to train a client, with this in the message's header; returns its reply."""
     said = {"run": "abc", "round": 1, "phase": "train", "nonce": "0", "code": code_digest(), "checkpoints": []}
     text = json.dumps(resolve({"method": "local"}).flat() | {"experiment": ""})
     told = {"settings": text, "digest": settings_digest(text), "state-dir": "nowhere"}
-    content = pack(said | told | header, [({"client": client}, {})])
+    content = pack(said | told | header, [({"client": client}, {}), *more])
     (reply,) = grid.send_and_receive([Message(content, 2, MessageType.TRAIN, group_id="1")])
     return unpack(reply.content)
 

@@ -108,8 +108,7 @@ def _content(
         return pack(UNKNOWN_SETTINGS | stamp, [])
     tasks = [(task, sent) for task, sent in parts if INITIAL not in task]
     for _, sent in parts[len(tasks) :]:
-        if not initial_file(folder).exists():
-            write_tensors(initial_file(folder), sent)
+        write_tensors(initial_file(folder), sent)
     if header["phase"] == SECURE:
         updates = [_attempt(secure_answer, folder, header, task, sent) for task, sent in tasks]
         return pack(stamp, [update_part(update) for update in updates])
