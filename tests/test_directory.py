@@ -77,6 +77,14 @@ def test_a_run_that_recorded_a_key_that_is_gone_is_refused(tmp_path: Path) -> No
         settings_of({"run-dir": str(path.parent), "resume": True})
 
 
+def test_a_run_of_another_device_goes_on_where_this_one_is_named(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    write_json(tmp_path / "settings.json", read_json(tmp_path / "settings.json") | {"device": {"type": "cuda"}})
+    with pytest.raises(UserError, match=r"^device = 'auto': the run .* on cuda, here it would be cpu, .* device = cpu"):
+        opened(tmp_path, resume=True)
+    opened(tmp_path, resume=True, device="cpu").close()
+
+
 def same(one: Checkpoint, other: Checkpoint) -> bool:
     for mine, theirs in ((one.model, other.model), (one.state, other.state)):
         if mine.keys() != theirs.keys() or any(not torch.equal(mine[name], theirs[name]) for name in mine):

@@ -268,6 +268,18 @@ def test_the_same_bits_as_a_run(method: str, tmp_path: Path) -> None:
         assert found.evaluate_metrics_clientapp[line["round"]]["personal-accuracy"] == line["personal-accuracy"]
 
 
+def test_statistics_that_are_measured_after_the_merge_are_those_of_the_data() -> None:
+    """Of HeteroFL's BatchNorm; the step before has moved them from 0 and 1 by a tenth of the way."""
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    train = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([0, 1, 0])
+    strategy = fedsub.HeteroFL(model=network, widths=(1.0,))
+    found = strategy.start(grid(model=network, data=lambda _: (train, train)), arrays(network()), 1)
+    assert [float(t) for name, t in to_tensors(found.arrays).items() if "running" in name] == [3, 7]
+
+
 def test_the_arrays_are_those_of_the_network() -> None:
     """Integers, which no client sends, come back, so that ``load_state_dict`` takes the result."""
     found = fedsub.FedAvg(clients_per_node=4).start(grid(), arrays(), 1)
