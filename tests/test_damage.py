@@ -101,6 +101,9 @@ def test_a_run_of_which_every_round_was_abandoned_has_failed(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
     again = fedsub(tmp_path, "run", "--resume", str(tmp_path / "run"))
     assert (again.code, again.err) == (1, done.err)
+    (tmp_path / "run/rounds.jsonl").unlink()
+    again = fedsub(tmp_path, "run", "--resume", str(tmp_path / "run"))
+    assert again.err.endswith("last reason: its line is gone; checkpoint in " + str(tmp_path / "run") + "\n")
 
 
 def test_an_abandoned_round_has_a_checkpoint_whatever_checkpoint_every_says(tmp_path: Path) -> None:

@@ -241,9 +241,9 @@ def _failure(run: Run, number: int, abandoned: int, is_tested: bool) -> str:
     """Return why the run failed, "" if it did not; ``is_tested``: the server tests the global model."""
     most = run.settings.max_abandoned
     if abandoned and (abandoned == number or abandoned >= most):
-        last = run.lines[-1]
+        last = ([line for line in run.lines if "abandoned" in line] or [{"abandoned": "its line is gone"}])[-1]
         which = f"{abandoned} rounds in a row" if abandoned >= most else f"all {number} rounds"
-        reasons = [last.get("abandoned", ""), *(drop["reason"] for drop in last.get("dropped", ())[:1])]
+        reasons = [last["abandoned"], *(drop["reason"] for drop in last.get("dropped", ())[:1])]
         return f"{which} were abandoned (max-abandoned = {most}); last reason: {'; '.join(reasons)}"
     reasons = [drop["reason"] for line in run.lines for drop in line.get("not-evaluated", ())]
     if not reasons or is_tested or any(line.get("evaluated") for line in run.lines):
