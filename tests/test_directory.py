@@ -60,6 +60,7 @@ def test_the_folder_of_runs_may_be_below_home(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_closed_run_is_open_to_another(tmp_path: Path) -> None:
     """While the object that held it is still there."""
+    (tmp_path / ".lock").touch()  # of a process that was killed before it wrote anything else
     first = opened(tmp_path)
     with pytest.raises(UserError, match="another process is running it"):
         opened(tmp_path, resume=True)
@@ -83,6 +84,19 @@ def test_a_run_of_another_device_goes_on_where_this_one_is_named(tmp_path: Path)
     with pytest.raises(UserError, match=r"^device = 'auto': the run .* on cuda, here it would be cpu, .* device = cpu"):
         opened(tmp_path, resume=True)
     opened(tmp_path, resume=True, device="cpu").close()
+
+
+def test_an_extended_run_has_not_ended(tmp_path: Path) -> None:
+    """Also before it waits for its nodes."""
+    run = opened(tmp_path, num_rounds=2)
+    run.finish("completed", {})
+    run.close()
+    for rounds in (2, 3):
+        opened(tmp_path, resume=True, num_rounds=rounds).close()
+        assert (tmp_path / "summary.json").exists() is (rounds == 2)
+        recorded = read_json(tmp_path / "settings.json")
+        assert recorded["settings"]["num-rounds"] == rounds
+        assert recorded["digest"] == digest(recorded["settings"])
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:

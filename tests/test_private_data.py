@@ -71,6 +71,13 @@ def test_each_node_trains_on_its_own(run_local: RunLocal, tmp_path: Path) -> Non
     assert (folder / "model.safetensors").read_bytes() != (swapped / "model.safetensors").read_bytes()
 
 
+def test_all_samples_of_a_node_are_taken(tmp_path: Path) -> None:
+    """Whatever the server takes of its own."""
+    run = resolve({"private-examples": 9, "train-per-class": 3, "test-per-class": 2, "domains": "Art"})
+    own = node._private_settings(run, str(images(tmp_path / "clinic.npz", 40)), "", 8)
+    assert (own.train_per_class, own.test_per_class, own.domains) == (None, None, ())
+
+
 def dropped(folder: Path) -> dict[int, str]:
     return {drop["client"]: drop["reason"] for drop in rounds(folder)[1]["dropped"]}
 
@@ -237,7 +244,7 @@ def test_a_folder_of_other_classes_is_one_line(run_local: RunLocal, tmp_path: Pa
             for number, kind in enumerate(classes):
                 (tmp_path / name / part / kind).mkdir(parents=True)
                 for k in range(4):
-                    Image.new("L", (8, 8), 90 * number + k).save(tmp_path / name / part / kind / f"{k}.png")
+                    Image.new("L", (8, 6), 90 * number + k).save(tmp_path / name / part / kind / f"{k}.png")
         return tmp_path / name
 
     good, other = folder("server", "cat", "dog"), folder("node", "dog", "elk")
