@@ -179,7 +179,6 @@ def test_a_budget_is_raised_on_resume(run_local: Run) -> None:
         ("num-rounds", 5, 4, "classification", False),
         ("num-rounds", 5, 5, "classification", False),
         ("max-bytes", 10.0, 10.0, "classification", False),
-        ("max-bytes", 10.0, True, "classification", False),
         ("max-bytes", 10.0, "", "classification", False),
         ("stop-at-score", None, 1.0, "classification", False),
     ],

@@ -71,7 +71,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
 
 def _allows_more(key: str, value: Value, old: Value | None, recorded: Mapping[str, Value]) -> bool:
     """Say whether a run goes further with this value of a key of ``EXTENDED``; a limit of 0 is none."""
-    if isinstance(value, str) or isinstance(old, str | None) or type(value) is bool:
+    if isinstance(value, str) or isinstance(old, str | None):
         return False
     if key == "num-rounds" or not (value and old):
         return value > old if key == "num-rounds" else not value
