@@ -290,6 +290,16 @@ def test_a_run_of_other_settings_is_not_deleted(table: str, tmp_path: Path, stat
     assert "; kept as run-before-" in (tmp_path / "run.log").read_text()
 
 
+def test_a_run_of_other_settings_that_goes_on_is_not_moved(table: str, tmp_path: Path) -> None:
+    """Two commands with one folder: the first one's rounds would have been written into the second one's run."""
+    job = reproduce.job_of(read_table(table).rows[0], 0, tmp_path / "run")
+    job.folder.mkdir()
+    with FileLock(job.folder / ".lock"):
+        said = batch.run_job(job.overrides, job.folder)
+    assert said == f"{job.folder}: another process is running it, with other settings"
+    assert [path.name for path in job.folder.iterdir()] == [".lock"]
+
+
 def test_an_edited_experiment_is_run_anew(tmp_path: Path) -> None:
     """The keys of the command are the same, and the file that they name is not."""
     experiment = tmp_path / "mine.toml"

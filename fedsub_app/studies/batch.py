@@ -24,6 +24,7 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from fedsub_app.common.device import VISIBLE, visible_gpus
 from fedsub_app.common.errors import UserError, one_line
@@ -189,6 +190,8 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
             keys["resume"] = True
             keys.pop("experiment", None)  # the same settings, perhaps by another name
         elif folder.exists():
+            with contextlib.suppress(NotADirectoryError), FileLock(folder / ".lock", timeout=0):
+                pass  # a run of another command, which would go on in the folder of this one
             kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
             log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
         run_local(keys, wait=True)
@@ -199,6 +202,8 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
             states.mkdir()  # empty: the run cannot get more rounds
     except (UserError, RunFailed) as error:
         return str(error)
+    except Timeout:
+        return f"{folder}: another process is running it, with other settings"
     return ""
 
 
