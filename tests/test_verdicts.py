@@ -127,6 +127,17 @@ def test_a_later_run_is_equal_within_noise_or_different() -> None:
     assert [word for word, *_ in check(made({"a": [1.0]}), made({"a": [1.1]}))] == ["different"]  # no noise is known
 
 
+def test_a_row_of_other_rounds_data_or_metric_is_different() -> None:
+    """Two rounds of the same end as ten in the file were equal or within seed noise."""
+    kept, new = made({"a": [1.0, 3.0]}), made({"a": [1.0]})
+    new["rows"][0] |= {"rounds": 2, "metric": "personal-accuracy"}
+    assert check(kept, new)[0][0] == "equal"  # the file does not say how many it had
+    kept["rows"][0] |= {"rounds": 10, "metric": "personal-accuracy"}
+    ((word, _, text),) = check(kept, new)
+    assert word == "different"
+    assert text.endswith("; rounds = 2, in the file 10")
+
+
 def test_metrics_of_a_row() -> None:
     content = made({"a": [1.0, 3.0]})
     (row,) = content["rows"]

@@ -187,5 +187,8 @@ def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
         both = [_equal(run, runs[run["seed"]]) for run in row["runs"] if run["seed"] in runs]
         near = abs(after.mean - before.mean) <= limit
         word = "equal" if both and all(both) else "within seed noise" if near else "different"
-        lines.append((word, f"{row['setting']}, {row['method']}", f"{after}, in the file {before}, noise {limit:.2f}"))
+        text = f"{after}, in the file {before}, noise {limit:.2f}"
+        if unlike := [key for key in ("dataset", "metric", "rounds") if old.get(key, row.get(key)) != row.get(key)]:
+            word, text = "different", f"{text}; {unlike[0]} = {row[unlike[0]]}, in the file {old[unlike[0]]}"
+        lines.append((word, f"{row['setting']}, {row['method']}", text))
     return lines

@@ -70,7 +70,8 @@ def reproduce(
         raise UserError(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, known))}")
     for names in ({row.setting for row in rows} & {*only}, {row.label for row in rows} & {*only}):
         rows = [row for row in rows if not names or names & {row.setting, row.label}]
-    if against and not any(row_of(kept, row.setting, row.label) for row in rows):
+    rows = [row for row in rows if not against or row_of(kept, row.setting, row.label)]
+    if not rows:
         raise UserError(f"--check {against}: has none of these rows of {named}")
     out = out or runs_folder() / "reproduce" / name
     numbers = range(table.first_seed, table.first_seed + (seeds or table.seeds))
