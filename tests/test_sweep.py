@@ -87,6 +87,10 @@ def test_values_ranges_and_what_stays() -> None:
         (["-s", "seed=1,2"], "seed = 1,2: must be one number, that of the first run; --seeds N runs N of them"),
         (["-s", "seed=abc"], "seed = abc: must be one number, that of the first run"),
         (["-s", "momentum=,"], "momentum = ,: no value"),
+        (
+            [*VALIDATED, "-s", "validation-fraction=0.2,0"],
+            "--metric 'personal-validation': allowed with these settings are personal\n",
+        ),
         (["-s", "resume=true"], "-s resume: a sweep sets it itself; allowed are the other keys"),
         (["-s", "lr=0.1..0.2"], "--trials: how many settings to try must be said, with a range and with Optuna"),
         (

@@ -50,6 +50,8 @@ def sweep(
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
     settings = [resolve(search.overrides(keys)) for keys in search.examples()]
     chosen_metric = metric_of(settings[0], metric)
+    for each in settings:  # a trial without this score would be run for nothing
+        metric_of(each, chosen_metric)
     planned = Sweep(search, chosen_metric, settings[0].score, seeds, out or _folder(search, chosen_metric))
     done = sum(job.summary() is not None for trial in planned.started() for job in trial.jobs)
     chosen_by = metric_in_words(chosen_metric, settings[0].score.name)
