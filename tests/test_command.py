@@ -147,6 +147,11 @@ def test_a_copy_is_the_experiment(name: str, tmp_path: Path) -> None:
     assert cli.main(["cp", name, str(tmp_path / "my.toml")]) == 2
 
 
+def test_the_command_that_runs_a_copy_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cp", "quickstart/digits", str(tmp_path / "mein Lauf.toml")]) == 0
+    assert capsys.readouterr().out == f"fedsub run '{tmp_path / 'mein Lauf.toml'}'\n"
+
+
 def test_without_an_output_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """``>&-`` leaves a process without sys.stdout."""
     monkeypatch.setattr(sys, "stdout", None)

@@ -257,6 +257,13 @@ def test_the_command_repeats_the_run(name: str) -> None:
         assert len(words) <= 2 * (len(changes) + 1)
 
 
+def test_the_command_of_an_experiment_with_a_blank_is_one_word(tmp_path: Path) -> None:
+    name = str(tmp_path / "mein Läufer's.toml")
+    Path(name).write_text("lr = 0.2\n")
+    settings = resolve({"experiment": name})
+    assert shlex.split(Record(Path(), {"settings": settings.flat()}, []).command) == ["fedsub", "run", name]
+
+
 def test_a_report_of_nothing_leaves_no_folder(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

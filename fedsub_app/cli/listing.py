@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +74,7 @@ def copy(
     paper = files[name].parent.name
     text = re.sub(r'(?m)^extends = "([^"/]+)"', rf'extends = "{paper}/\1"', files[name].read_text())
     write_atomic(target, text.encode())
-    print(f"fedsub {'run' if name in experiments() else 'reproduce'} {target}")
+    print(f"fedsub {'run' if name in experiments() else 'reproduce'} {shlex.quote(str(target))}")
 
 
 def explain(

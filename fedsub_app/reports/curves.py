@@ -88,7 +88,7 @@ class RunData:
             before = base_keys(experiment, method)
         except UserError:  # an experiment that is no longer there, or a method of another program
             experiment, before = "", base_keys("", method) if method in METHODS else defaults()
-        words = ["fedsub", "run", *([experiment] if experiment else [])]
+        words = ["fedsub", "run", *([shlex.quote(experiment)] if experiment else [])]
         for key, value in settings.items():
             if key not in LOCATION_KEYS and before.get(key) != value:
                 words += ["-s", shlex.quote(f"{key}={as_argument(key, value)}")]
