@@ -237,6 +237,17 @@ def test_a_table_named_like_its_page_is_refused(tmp_path: Path, capsys: pytest.C
     )
 
 
+def test_rows_of_another_metric_say_so_and_have_no_difference(table: str, tmp_path: Path) -> None:
+    """The mean of clients' own models was subtracted from the global model's score, as if it were one number."""
+    file = conf_files.tables()[table]
+    file.write_text(file.read_text().replace('"local", target', '"local", evaluate = "personal", target'))
+    assert cli.main(["reproduce", table, "--out", str(tmp_path), "--seeds", "1", "-s", "num-rounds=1"]) == 0
+    fedavg, local = list(csv.reader((tmp_path / "my-small.csv").open()))[1:]
+    assert fedavg[4].endswith(" global-accuracy")
+    assert local[4].endswith(" personal-accuracy")
+    assert local[6] == ""
+
+
 def test_range_over_seeds_and_validation(table: str, tmp_path: Path) -> None:
     file = conf_files.tables()[table]
     file.write_text(file.read_text().replace("seeds = 2", 'seeds = 3\nspread = "range"'))

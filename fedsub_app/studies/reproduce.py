@@ -122,10 +122,11 @@ def _entry(row: Row, mine: Sequence[Job]) -> Json:
 
 
 def compared(content: Json, row: Json) -> str:
-    """Return a row's difference to the reference of its setting, with its 95 % interval; "" where there is none."""
+    """Return a row's difference to its setting's reference, with its 95 % interval; "" without one of its metric."""
     other = row_of(content, row["setting"], content["reference"])
     first, second = sample_of(row), other and sample_of(other)
-    found = difference(first, second) if first and second and other is not row else None
+    alike = other and other is not row and other.get("metric") == row.get("metric")
+    found = difference(first, second) if alike and first and second else None
     return f"{found} ({found.n})" if found else ""
 
 
@@ -235,6 +236,9 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
     spread, score = table.spread, runs[0][1][0].settings.score
     entries = zip(runs, content["rows"], strict=True)
     of_rows = [_cells(row, mine, spread, compared(content, entry)) for (row, mine), entry in entries]
+    if len({entry["metric"] for entry in content["rows"]}) > 1:
+        for texts, entry in zip(of_rows, content["rows"], strict=True):
+            texts[4] += f" {entry['metric']}"
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {name: (table_header(score), of_rows)}
     lines = [f"# {table.title}", "", *(f"- {key}: {value}" for key, value in made.items()), ""]
     lines += [
