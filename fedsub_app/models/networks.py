@@ -24,7 +24,7 @@ from fedsub_app.common.seeds import drawing
 from fedsub_app.common.spelling import one_of
 from fedsub_app.common.tensors import CPU, brought
 from fedsub_app.models.names import NETWORKS
-from fedsub_app.models.sources import adopted, base_names, from_source, numbers
+from fedsub_app.models.sources import adopted, base_names, check_types, from_source, numbers
 
 
 def _fully_connected(layers: dict[str, nn.Module], widths: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
@@ -236,8 +236,7 @@ def check_float32(tensors: Mapping[str, Tensor], who: str) -> None:
         n for n, t in tensors.items() if any(size > 1 > step for size, step in zip(t.shape, t.stride(), strict=True))
     ]:
         raise UserError(f"{who}: {odd[0]!r} has one value at several positions, as from expand; must be cloned")
-    if odd := [f"{name!r} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
-        raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
+    check_types(tensors, who)
     if odd := [repr(name) for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         raise UserError(f"{who}: {odd[0]} has NaN or infinite values; only a buffer with persistent=False may")
 

@@ -87,17 +87,19 @@ def answer(model: nn.Module, who: str, in_shape: Shape, training: bool = False) 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return copy.deepcopy(model).train(training)(blank(2, in_shape))
     except Exception as error:  # code of others
-        check_types(model, who)
+        check_types(_beside_base(model), who)
         raise refused(who, in_shape, error) from error
 
 
-def check_types(model: nn.Module, who: str) -> None:
-    """Raise :class:`UserError` for a parameter outside the base that is not float32; ``who`` begins the error."""
+def check_types(tensors: Mapping[str, Tensor], who: str) -> None:
+    """Raise :class:`UserError` for a tensor that is not float32; ``who`` begins the error."""
+    if odd := [f"{name!r} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
+        raise UserError(f"{who}: {odd[0]}; allowed is torch.float32, but for a frozen base and integer buffers")
+
+
+def _beside_base(model: nn.Module) -> dict[str, Tensor]:
     base = base_names(model)
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32 and name not in base:
-            allowed = "allowed is torch.float32, but for a frozen base and integer buffers"
-            raise UserError(f"{who}: {name!r} is {parameter.dtype}; {allowed}")
+    return {name: parameter for name, parameter in model.named_parameters() if name not in base}
 
 
 def refused(who: str, in_shape: Shape, error: Exception) -> UserError:
@@ -108,7 +110,7 @@ def refused(who: str, in_shape: Shape, error: Exception) -> UserError:
 def check_network(model: nn.Module, name: str, in_shape: Shape, outputs: tuple[int, ...]) -> None:
     """Run a network of unknown origin on two inputs, in training and in evaluation mode; it stays as it was."""
     who = f"model = {name!r}"
-    check_types(model, who)
+    check_types(_beside_base(model), who)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"{who}: has no parameters to train; allowed are torch.float32 ones")
     for training in (True, False):
