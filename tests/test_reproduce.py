@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
+from fedsub_app.reports.records import grouped
 from fedsub_app.runs import config
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
@@ -312,18 +315,28 @@ def test_a_run_of_other_settings_that_goes_on_is_not_moved(table: str, tmp_path:
     assert [path.name for path in job.folder.iterdir()] == [".lock"]
 
 
-def test_an_edited_experiment_is_run_anew(tmp_path: Path) -> None:
-    """The keys of the command are the same, and the file that they name is not."""
-    experiment = tmp_path / "mine.toml"
-    experiment.write_text('extends = "quickstart/digits"\nnum-rounds = 1\n')
-    keys: dict[str, Value] = {"experiment": str(experiment), "run-dir": str(tmp_path / "run")}
-    assert batch.run_job(keys, tmp_path / "run") == ""
-    experiment.write_text('extends = "quickstart/digits"\nnum-rounds = 1\nlr = 0.02\n')
-    job = batch.Job("mine", keys, tmp_path / "run")
+@pytest.mark.parametrize("edited", ["mine.toml", "net.py"])
+def test_an_edited_file_is_run_anew(tmp_path: Path, edited: str) -> None:
+    """The keys of the command are the same, and the file that they name is not; nor are two texts two seeds."""
+    net = "def Net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    (tmp_path / "net.py").write_text(f"from torch import nn\n{net}")
+    (tmp_path / "mine.toml").write_text('extends = "quickstart/digits"\nnum-rounds = 1\n')
+    keys: dict[str, Value] = {"experiment": str(tmp_path / "mine.toml"), "model": f"{tmp_path}/net.py:Net"}
+    job = batch.Job("mine", keys | {"run-dir": str(tmp_path / "run")}, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
+    with (tmp_path / edited).open("a") as file:
+        file.write("lr = 0.02\n")
+    job = replace(job)
     assert job.summary() is None
-    assert batch.run_job(keys, job.folder) == ""
+    assert batch.run_job(job.overrides, job.folder) == ""
     assert job.summary() is not None
-    assert len([*tmp_path.glob("run-before-*/summary.json")]) == 1
+    before, *none = tmp_path.glob("run-before-*")
+    assert not none
+    groups = grouped([before, job.folder])
+    text = sha256((tmp_path / "net.py").read_bytes()).hexdigest()[:6]
+    differs = {"mine.toml": "lr=0.02", "net.py": f"model={tmp_path}/net.py:Net ({text})"}
+    assert [len(group.records) for group in groups] == [1, 1]
+    assert groups[1].label == f"fedavg {differs[edited]}"
 
 
 @pytest.mark.parametrize(("method", "code"), [("local", 2), ("fedavg", 0)])

@@ -15,7 +15,7 @@ from fedsub_app.reports.compare import cost_table, served_table, summary_table
 from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of, named
 from fedsub_app.reports.export import csv_of, rows_of_rounds
-from fedsub_app.reports.records import NOT_COMPARED, differing_keys, named_runs
+from fedsub_app.reports.records import NOT_COMPARED, compared, differing_keys, named_runs
 from fedsub_app.runs.masks import last_masks
 from fedsub_app.runs.methods import METHODS
 
@@ -84,7 +84,7 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "partitions": _partitions(runs),
         "max_cells": MAX_CELLS,
         "differing": differing_keys([group.records[0] for group in groups]),
-        "settings": [(group.label, group.records[0].settings) for group in runs],
+        "settings": [(group.label, group.records[0].settings | compared(group.records[0])) for group in runs],
         "not_compared": NOT_COMPARED,
         "dropped": _dropped(runs),
         "asked": sum(len(line.get("clients", ())) for record in records for line in record.lines),

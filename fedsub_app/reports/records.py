@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
+from fedsub_app.common.section import Value
 from fedsub_app.reports.curves import COSTS, Group, RunData, curves
 from fedsub_app.reports.pictures import draw_partition, figure_of_curves, write_picture
-from fedsub_app.runs.recorded import resume_command
+from fedsub_app.runs.recorded import OWN_CODE, resume_command
 from fedsub_app.runs.rounds import ROUNDS, read_rounds
 from fedsub_app.settings import LOCATION_KEYS
 
@@ -86,13 +87,20 @@ def read_run(folder: Path) -> Record:
     return record
 
 
+def compared(record: RunData) -> dict[str, Value]:
+    """Return the settings without locations and the seed; a user's file with the digest of its text."""
+    code = record.provenance.get(OWN_CODE, {})
+    kept = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
+    return {key: f"{value} ({code[key][:6]})" if key in code else value for key, value in kept.items()}
+
+
 def differing_keys(records: Sequence[RunData]) -> list[str]:
     """Return the keys that the runs set differently, without locations and the seed.
 
     A key that the version of a run did not have is different; one of a method is of that method's runs alone.
     """
-    every, values_of = [record.settings for record in records], {}
-    for key in dict.fromkeys(key for settings in every for key in settings if key not in NOT_COMPARED):
+    every, values_of = [compared(record) for record in records], {}
+    for key in dict.fromkeys(key for settings in every for key in settings):
         values_of[key] = {repr(settings.get(key)) for settings in every if key in settings or "." not in key}
     return [key for key, values in values_of.items() if len(values) > 1]
 
@@ -107,8 +115,7 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
     seen: Counter[tuple[str, object]] = Counter()
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         record = read_run(folder)
-        compared = {key: value for key, value in record.settings.items() if key not in NOT_COMPARED}
-        text = json.dumps(compared, sort_keys=True)
+        text = json.dumps(compared(record), sort_keys=True)
         seen[text, record.settings["seed"]] += 1
         by_settings.setdefault((text, seen[text, record.settings["seed"]]), []).append(record)
 
@@ -119,7 +126,7 @@ def grouped(folders: Sequence[Path]) -> list[Group]:
     for (_, time), records in by_settings.items():
         section, method = kind(records[0])
         alike = [others[0] for others in by_settings.values() if kind(others[0]) == (section, method)]
-        words = [f"{key}={records[0].settings.get(key, '–')}" for key in differing_keys(alike)]
+        words = [f"{key}={compared(records[0]).get(key, '–')}" for key in differing_keys(alike)]
         words += [f"({time})"] if time > 1 else []
         by_seed = tuple(sorted(records, key=lambda record: record.settings["seed"]))
         groups.append(Group(" ".join([method, *words]), by_seed, section))

@@ -31,11 +31,10 @@ from fedsub_app.models import check_base
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.methods import BUILT_IN, installed
-from fedsub_app.runs.recorded import EXTENDED, RunFailed, new_folder, own_code, read_recorded, resume_command
+from fedsub_app.runs.recorded import EXTENDED, OWN_CODE, RunFailed, new_folder, own_code, read_recorded, resume_command
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
 
-OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 DATA = "samples"  # key of settings.json: digest of the samples
 BASE = "base"  # key of settings.json: digest of the network's frozen base
 ENDING_SECONDS = 2  # a killed command's processes may take so long to end
@@ -186,11 +185,9 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
         if settings.device == "auto" and before != now:
             here = f"here it would be {now}, with other rounding; device = {now} goes on with it"
             raise UserError(f"device = 'auto': the run in {folder} was computed on {before}, {here}")
-        then = recorded.get(OWN_CODE, {})
-        for key, digest in _own_digests(settings).items():
-            if then.get(key, digest) != digest:
-                was = f"{key} = {settings.flat()[key]!r}"
-                raise UserError(f"{was}: the file has changed since the run in {folder} began")
+        if key := changed_file(settings, recorded):
+            was = f"{key} = {settings.flat()[key]!r}"
+            raise UserError(f"{was}: the file has changed since the run in {folder} began")
         check_base(settings.model, base, recorded.get(BASE, ""), "the run's")
         if recorded.get(DATA, data) != data:
             raise UserError(f"dataset = {settings.dataset!r}: the samples have changed since the run in {folder} began")
@@ -226,10 +223,16 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
     return run
 
 
+def changed_file(settings: Settings, recorded: Json) -> str:
+    """Return the first key whose file of the user has changed since a run was recorded; "" if there is none."""
+    then = recorded.get(OWN_CODE, {})
+    return next((key for key, now in _own_digests(settings).items() if now and then.get(key, now) != now), "")
+
+
 def _own_digests(settings: Settings) -> dict[str, str]:
-    """Return the digests of the user's files that settings name, by key."""
+    """Return the digests of the user's files that settings name, by key; "" of one that is gone."""
     digests = {key: state_of(text) for key, text in own_code(settings.flat()).items() if code_file(text)}
-    if settings.start_from:
+    if settings.start_from and start_file(settings).is_file():
         with start_file(settings).open("rb") as model:
             digests["start-from"] = hashlib.file_digest(model, "sha256").hexdigest()
     return digests

@@ -16,6 +16,7 @@ from fedsub_app.data.settings import SOURCES
 from fedsub_app.runs.config import canonical, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings
 
+OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
 # Keys that may allow more when a run is resumed.
 EXTENDED = ("num-rounds", "max-flops", "max-bytes", "max-device-seconds", "stop-at-score")
 

@@ -34,7 +34,8 @@ from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.recorded import RunFailed, runs_folder, settings_of
+from fedsub_app.runs.directory import changed_file
+from fedsub_app.runs.recorded import RunFailed, read_recorded, runs_folder, settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
 
@@ -72,9 +73,10 @@ class Job:
         return 0
 
     def begun(self) -> bool:
-        """Say whether a run of these settings is on disk; a key that it did not know has its default."""
+        """Say whether a run of these settings and the user's files is on disk; a key that it lacks has its default."""
         with contextlib.suppress(UserError):
-            return settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
+            same = settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
+            return same and not changed_file(self.settings, read_recorded(self.folder))
         return False
 
 
@@ -193,7 +195,7 @@ def run_job(overrides: Mapping[str, Value], folder: Path) -> str:
             with contextlib.suppress(NotADirectoryError), FileLock(folder / ".lock", timeout=0):
                 pass  # a run of another command, which would go on in the folder of this one
             kept = folder.rename(folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
-            log.warning("%s: of other settings, or damaged; kept as %s", folder, kept.name)
+            log.warning("%s: of other settings or code, or damaged; kept as %s", folder, kept.name)
         run_local(keys, wait=True)
         states = folder / "clients"
         had_states = any(states.glob("client-*"))
