@@ -270,4 +270,4 @@ def test_the_commit_is_the_checkouts_own(tmp_path: Path, monkeypatch: pytest.Mon
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(directory, "__file__", str(tmp_path / "site/fedsub_app/runs/directory.py"))
     (tmp_path / "site").mkdir()
-    assert directory._commit() == "not a git checkout"
+    assert directory._commit.__wrapped__() == "not a git checkout"

@@ -50,7 +50,7 @@ CNN: dict[str, Any] = {"model": "fedpews-cnn", "train_per_class": 10, "test_per_
 TASK = Classification()
 # A whole run of every method, which several tests share.
 WHOLE: dict[str, Any] = {"num_clients": 4, "clients_per_round": 3, "partition": "dirichlet"}
-WHOLE |= {"train_per_class": 20, "evaluate": "global,global-local,personal"}
+WHOLE |= {"train_per_class": 20, "test_per_class": 8, "evaluate": "global,global-local,personal"}
 
 
 def model_of(folder: Path) -> Tensors:

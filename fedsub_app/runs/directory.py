@@ -13,6 +13,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -54,8 +55,9 @@ class Run:
         self.lines: list[Json] = []
         self.last_round = 0
         self.continuation = resume_command(folder)
-        method, known = settings.method, BUILT_IN | installed().names
-        if OWN in (settings.dataset, settings.task.partition(":")[0]) or not (":" in method or method in known):
+        method = settings.method
+        named = ":" in method or method in BUILT_IN or method in installed().names
+        if OWN in (settings.dataset, settings.task.partition(":")[0]) or not named:
             self.continuation = f"fedsub.run({{'run-dir': {str(folder)!r}, 'resume': True}}, …)"
         self.at_close = ExitStack()
         self._lock = FileLock(folder / ".lock", timeout=ENDING_SECONDS, mode=0o600)
@@ -238,8 +240,9 @@ def _own_digests(settings: Settings) -> dict[str, str]:
     return digests
 
 
+@cache
 def _commit() -> str:
-    """Return the checkout's commit, ``-dirty`` with changes; a Flower bundle has none."""
+    """Return the checkout's commit at the first call, ``-dirty`` with changes; a Flower bundle has none."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     only = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # of a repository around an installed package
