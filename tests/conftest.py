@@ -82,7 +82,7 @@ def _names(objects: list[Any]) -> set[str]:
             seen.add(function)
             new = _names_in(function.__code__)
             names |= new
-            objects += [function.__globals__.get(name) for name in sorted(new)]
+            objects += [function.__globals__.get(name) for name in new]
     return names
 
 
