@@ -29,7 +29,7 @@ from fedsub_app.reports.curves import Group
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.rounds import ended_by, summarise
+from fedsub_app.runs.rounds import ended_by, from_line, summarise, to_line
 from fedsub_app.training.local import added, evaluate
 from fedsub_app.training.problem import Problem
 
@@ -182,6 +182,15 @@ def test_a_run_stops_at_a_low_score_and_names_its_best() -> None:
     assert (summary["final-global-rmse"], summary["best-global-rmse"], summary["rounds-to-target"]) == (6.0, 4.0, 1)
     assert ended_by(lines, resolve(keys | {"stop-at-score": 4.0})) == "stop-at-score"
     assert ended_by(lines, resolve(keys | {"stop-at-score": 3.9})) is None
+
+
+def test_a_last_score_that_is_no_number_is_not_an_earlier_rounds() -> None:
+    """As a task of one's own may return it: a round's line then has the loss alone."""
+    scores = enumerate((9.0, 5.0, math.nan))
+    lines = [from_line(to_line({"round": k, "global-rmse": score, "global-loss": 1.0})) for k, score in scores]
+    summary = summarise(lines, resolve({"task": "regression"}))
+    assert "final-global-rmse" not in summary
+    assert summary["best-global-rmse"] == 5.0
 
 
 def test_the_cost_of_a_low_score() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.files import CHECKSUM, checksum, to_json
+from fedsub_app.common.score import kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.settings import Settings
 
@@ -110,9 +111,11 @@ def summarise(lines: list[Json], settings: Settings) -> Json:
     }
     score = settings.score
     for key in score.keys:
-        values = [(line["round"], line[key]) for line in lines if key in line]
+        evaluated = [line for line in lines if key in line or f"{kind_of(key)}-loss" in line]
+        values = [(line["round"], line[key]) for line in evaluated if key in line]
         if values:
-            summary[f"final-{key}"] = values[-1][1]
+            if key in evaluated[-1]:  # else that round's score is no number
+                summary[f"final-{key}"] = values[-1][1]
             summary[f"best-{key}"] = score.best(value for _, value in values)
             if settings.target_score and key == f"{settings.evaluations[0]}-{score.name}":
                 reached = [number for number, value in values if score.reached(value, settings.target_score)]
