@@ -1,6 +1,7 @@
 """Partitions: who holds what, as properties, and every impossible setting by its message."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import derive
 from fedsub_app.data import DataSettings, Partition, PartitionSettings, load_dataset, make_partition, partition_summary
-from fedsub_app.data.partition import deal_classes
+from fedsub_app.data.partition import deal_classes, whole_set
 from fedsub_app.data.samples import Dataset, Samples, pooled
 from fedsub_app.runs.config import resolve
 from fedsub_app.training.problem import Problem
@@ -116,6 +117,7 @@ def test_samples_drawn_with_replacement(partition: str, alpha: float) -> None:
     drawn = make(partition=partition, dirichlet_alpha=alpha, samples_per_client=500, num_clients=40)
     assert all(498 <= len(own) <= 505 for own in drawn.train)
     assert any(len(own.unique()) < len(own) for own in drawn.train)
+    assert drawn.train[0].tolist() != drawn.train[1].tolist()
     largest = drawn.class_counts(load_dataset(DIGITS)).max(1).values.float().mean()
     assert (largest > 350) == (alpha == 0.01)
     assert (largest < 80) == (alpha != 0.01)
@@ -283,6 +285,35 @@ def test_runs_of_a_sorted_file_are_no_clients(partition: str) -> None:
     assert all(0.3 < float(source[own].double().mean()) < 0.7 for own in made.train)
 
 
+def test_dirichlet_is_flwr_datasets_without_self_balancing() -> None:
+    from datasets import Dataset as Table
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    theirs = DirichletPartitioner(
+        6, "label", 0.1, min_partition_size=1, self_balancing=False, seed=derive(0, "partition")
+    )
+    theirs.dataset = Table.from_dict({"label": load_dataset(DIGITS).train_y.tolist(), "index": list(range(SAMPLES))})
+    made = make(partition="dirichlet", num_clients=6, dirichlet_alpha=0.1)
+    assert [sorted(theirs.load_partition(k)["index"]) for k in range(6)] == [own.tolist() for own in made.train]
+
+
+def test_whole_groups_go_to_the_client_with_the_fewest_samples() -> None:
+    """Groups of 5, 4, 3, 3 and 3 samples: the first has 5 + 3, the second 4 + 3 + 3."""
+    source = torch.arange(5).repeat_interleave(torch.tensor([3, 5, 3, 4, 3]))
+    x, y = Samples(torch.zeros(18, 1)), torch.zeros(18, dtype=torch.int64)
+    data = Dataset("a", x, y, source, x, y, source, 1, tuple("abcde"), (), (1,))
+    made = make_partition(data, PartitionSettings(partition="column", num_clients=2))
+    assert [source[own].unique().tolist() for own in made.train] == [[1, 2], [0, 3, 4]]
+
+
+def test_a_set_of_one_clients_own_is_divided_once() -> None:
+    """As a node's private data: all for training or validation, and the whole test part."""
+    made = whole_set(load_dataset(DIGITS), PartitionSettings(num_clients=3, validation_fraction=0.25), 1)
+    assert (len(made.train[1]), len(made.validation[1])) == (1079, 359)
+    assert torch.cat((made.train[1], made.validation[1])).sort().values.tolist() == list(range(SAMPLES))
+    assert (made.test[1].tolist(), made.test_pool) == (list(range(359)), "test")
+
+
 def test_a_fraction_is_rounded_down_exactly() -> None:
     made = make(DIGITS.model_copy(update={"train_per_class": 10}), num_clients=1, validation_fraction=0.29)
     assert (len(made.train[0]), len(made.validation[0])) == (71, 29)
@@ -375,6 +406,8 @@ def test_pooled_samples_are_those_of_both_sets() -> None:
     both = pooled(data)
     assert torch.equal(both.train_x[:], torch.cat((data.train_x[:], data.test_x[:])))
     assert torch.equal(both.train_y, torch.cat((data.train_y, data.test_y)))
+    moved = pooled(replace(data, test_source=data.test_source + 1))
+    assert torch.bincount(moved.train_source).tolist() == [1438, 359]
     made = make_partition(both, PartitionSettings(**BASE | {"client_test": "pooled", "holdout_fraction": 0.25}))
     assert made.test_pool == "train"
     assert everything(made) == list(range(1797))
