@@ -252,3 +252,17 @@ def test_a_folder_of_other_classes_is_one_line(run_local: RunLocal, tmp_path: Pa
     _, run = run_local("run", grid=lambda _, keys: Private(keys, [good, other]), **keys | {"evaluate": "global"})
     said = "labels ('dog', 'elk'), the server's data set has ('cat', 'dog')"
     assert dropped(run) == {1: f"node failed: private-data = '{other}': {said}"[:200]}
+
+
+def test_images_of_an_npz_file_have_no_names_of_classes(run_local: RunLocal, tmp_path: Path) -> None:
+    """A folder's names are not compared with them, whichever of the two is the server's."""
+    from PIL import Image
+
+    npz, folder = images(tmp_path / "npz.npz", 20, classes=2), tmp_path / "folder"
+    for part, kind, k in ((part, kind, k) for part in ("train", "test") for kind in ("cat", "dog") for k in range(2)):
+        (folder / part / kind).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 90 * k).save(folder / part / kind / f"{k}.png")
+    keys = KEYS | {"data_dir": str(tmp_path), "train_per_class": 0, "test_per_class": 0, "num_rounds": 1}
+    for server, own in (("folder", npz), ("npz", folder)):
+        run = partial(run_local, f"of {server}", grid=lambda _, keys, own=own: Private(keys, [own, own]))
+        assert dropped(run(dataset=server, **keys)[1]) == {}
