@@ -653,6 +653,13 @@ def test_a_node_of_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
         fed.meet(grid)
 
 
+def test_the_digest_of_the_code_is_of_all_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, root = list[Path](), Path(__file__).parents[1]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    code_digest.__wrapped__()
+    assert {path.relative_to(root).parts[0] for path in read} == {"fedsub", "fedsub_app", "strategies", "client_apps"}
+
+
 def test_a_node_restarted_from_another_checkout_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fed = Federation(resolve({}), {"run": "this", "state-dir": str(tmp_path)}, {"seed": 3})
     grid = LocalGrid(app, {}, 2)

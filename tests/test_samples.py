@@ -1,6 +1,7 @@
 """Images that are kept as bytes: what is taken of them has the bits that float32 images had."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import fedsub_app.training.workplace
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
-from fedsub_app.data import Samples, load_dataset
+from fedsub_app.data import Dataset, Samples, load_dataset
 from fedsub_app.data.samples import normalised
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.evaluation import GlobalTest
@@ -93,6 +94,15 @@ def test_a_constant_channel_stays_constant() -> None:
     assert torch.equal(normalised(x[:30], x[30:], "standard")[0][:], as_it_was(x[:30], x[30:], "standard")[0])
 
 
+def test_the_digest_is_of_training_and_test_samples() -> None:
+    """Of the labels and the pixels of both, by which a resumed run and the nodes are checked."""
+    x, y = images(4, 1), torch.zeros(4, dtype=torch.int64)
+    data = Dataset("a", Samples(x), y, y, Samples(x), y, y, 2, ("a",), (), (1, 9, 7))
+    others = [replace(data, **{part: Samples(255 - x)}) for part in ("train_x", "test_x")]
+    others += [replace(data, **{part: y + 1}) for part in ("train_y", "test_y")]
+    assert len({each.digest for each in (data, *others)}) == 5
+
+
 def write_set(folder: Path, count: int = 60) -> dict[str, Value]:
     """Write a data set of coloured images; returns the keys that name it."""
     x, y = images(count, 3, 16, 16).permute(0, 2, 3, 1).numpy(), np.arange(count) % 5
@@ -139,6 +149,14 @@ def test_memory_is_needed_for_bytes(data_dir: Path, monkeypatch: pytest.MonkeyPa
     assert len(load(keys, seed=2).train_x) == 30
     with pytest.raises(UserError, match=r"samples of 867 values: 0\.000208 GB in memory"):  # 60 x 867 float32
         load(keys, image_size=17)
+
+
+def test_memory_is_the_least_of_the_machines_and_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch job has a part of it; "max" is no limit."""
+    (tmp_path / "job").write_text("4096\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(fedsub_app.common.machine, "LIMITS", [tmp_path / "none", tmp_path / "job", tmp_path / "gone"])
+    assert fedsub_app.common.machine.memory_bytes.__wrapped__() == 4096
 
 
 def test_server_and_clients_of_a_process_share_what_is_on_the_device(data_dir: Path) -> None:
