@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import pickle
 import struct
 import tarfile
 import zipfile
@@ -345,6 +346,24 @@ def test_missing_medmnist_without_a_network(monkeypatch: pytest.MonkeyPatch) -> 
         load("bloodmnist")
 
 
+def test_cifar_batches(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torchvision's files, without their md5: red is one more than their number, green two, blue three."""
+    from torchvision.datasets import CIFAR10
+
+    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", None], ["data_batch_2", None]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
+    files: dict[str, Any] = {"batches.meta": {"label_names": [*"abcdefghij"]}}
+    for grey, (name, labels) in enumerate((("data_batch_1", [3, 1]), ("data_batch_2", [0]), ("test_batch", [2, 9]))):
+        pixels = np.repeat(np.arange(1, 4, dtype=np.uint8) + grey, 1024)
+        files[name] = {"data": np.stack([pixels] * len(labels)), "labels": labels}
+    write_folder(data_dir / "cifar-10-batches-py", {name: pickle.dumps(content) for name, content in files.items()})
+    data = load("cifar10", normalise="none")
+    assert (data.train_y.tolist(), data.test_y.tolist(), data.num_classes) == ([3, 1, 0], [2, 9], 10)
+    assert (data.train_x[:][:, :, 5, 5] * 255).round().tolist() == [[1, 2, 3], [1, 2, 3], [2, 3, 4]]
+    assert (data.test_x[:][:, :, 5, 5] * 255).round().tolist() == [[3, 4, 5]] * 2
+
+
 def test_damaged_cifar_batches(data_dir: Path) -> None:
     (data_dir / "cifar-10-batches-py").mkdir()
     with pytest.raises(UserError, match=r"cifar-10-batches-py: .*corrupted"):
@@ -454,6 +473,9 @@ def test_decoded_images_are_kept_until_the_file_changes(
     write_tar(archive, more)
     assert len(load("pets", seed=3).train_y) == 4
     assert not list((tmp_path / "cache").glob(".*"))
+    for size in (2, 9):
+        load("pets", image_size=size)
+    assert len(list((tmp_path / "cache").iterdir())) == 4, "each size of its own, not from the smaller images"
 
 
 def test_an_archive_of_two_folders_loses_no_image(data_dir: Path) -> None:
@@ -468,6 +490,16 @@ def test_grey_and_colour_images_together(data_dir: Path) -> None:
     )
     data = load("pets", normalise="none")
     assert (data.train_x[:][:, :, 0, 0] * 255).round().tolist() == [[10] * 3, [11] * 3, [20] * 3, [1, 2, 3]]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA"])
+def test_grey_images_have_one_channel(data_dir: Path, mode: str) -> None:
+    """Of one bit, of eight, and with a transparency, which is dropped."""
+    for place in ("train/a", "train/b", "test/a"):
+        (data_dir / "pets" / place).mkdir(parents=True)
+        Image.new("L", (3, 4), 255).convert(mode).save(data_dir / "pets" / place / "one.png")
+    x = load("pets", normalise="none").train_x[:]
+    assert (x.shape, x.unique().tolist()) == ((2, 1, 4, 3), [1.0])
 
 
 GOOD = image_files()["train/cat/a.png"]
@@ -528,6 +560,8 @@ def test_domains_of_images_like_office_home(data_dir: Path) -> None:
     partition = make_partition(found, PartitionSettings(partition="source", num_clients=2))
     assert [found.test_source[test].unique().tolist() for test in partition.test] == [[0], [1]]
     assert load("office", image_size=8, domains=("Real World",)).sources == ("Real World",)
+    both = load("digits+office", image_size=8)
+    assert both.train_y[both.train_source > 0].unique().tolist() == [10, 11]  # behind the ten digits
     for wrong, message in (
         (("Clipart",), r"domains: 'Clipart': allowed are Art, Real World"),
         (("Art", "Art"), "named twice"),
@@ -538,6 +572,9 @@ def test_domains_of_images_like_office_home(data_dir: Path) -> None:
         load("digits", domains=("Art",))
     with pytest.raises(UserError, match="needs a single set"):
         load("office+digits", domains=("Art",))
+    write_images(data_dir / "office/Real World/Aeroplane", 6)  # which is now class 0, also of images that are decoded
+    found = load("office", image_size=8)
+    assert torch.bincount(found.train_y[found.train_source == 0]).tolist() == [0, 5, 5]
 
 
 def test_parts_of_a_split_are_no_domains(data_dir: Path) -> None:
@@ -853,10 +890,20 @@ def test_test_images_from_left_over_training_images(data_dir: Path) -> None:
     assert torch.equal(values % 2, torch.cat((data.train_y, data.test_y)))
     assert len(data.notes) == 1
     assert "5 a class in the test set" in data.notes[0]
+    assert load("own", train_per_class=8, test_per_class=5).notes == ()  # as many as the test set has
+    assert len(load("own", train_per_class=8, test_per_class=6).notes) == 1
     with pytest.raises(UserError, match="test-per-class = 13: class 0 of own has 12 test images"):
         load("own", train_per_class=8, test_per_class=13)
     with pytest.raises(UserError, match="train-per-class = 21: class 0 of own has 20 train images"):
         load("own", train_per_class=21)
+
+
+def test_smaller_images_are_means_of_all_pixels(data_dir: Path) -> None:
+    """One white pixel of 64 is a part of one of four, neither all of it nor lost."""
+    pixels = np.zeros((20, 8, 8), np.uint8)
+    pixels[:, 0, 0] = 255
+    write_npz(data_dir / "own.npz", train_images=pixels)
+    assert 0 < float(load("own", image_size=2, normalise="none").train_x[:][0, 0, 0, 0]) < 0.5
 
 
 def test_a_constant_channel_does_not_divide_by_zero(data_dir: Path) -> None:

@@ -142,6 +142,14 @@ def test_images_and_labels(name: str) -> None:
         load(name, image_size=None)
 
 
+def test_other_labels_of_the_same_images_are_not_those_that_were_cached(data_dir: Path) -> None:
+    write_cub(data_dir)
+    load("cub200")
+    (data_dir / "CUB_200_2011/image_class_labels.txt").write_text("1 3\n2 3\n3 2\n4 1\n5 2\n6 1\n")
+    x = load("cub200", seed=1).train_x[:]
+    assert (x[:, 0, 3, 3] * 255).tolist() == pytest.approx([40, 30, 10], abs=1.5)
+
+
 def test_features_of_them(name: str, brightness: type[Brightness]) -> None:
     """A picture of one grey value has its brightness, however it is cropped."""
     train, train_y, test, test_y, _ = SETS[name]
