@@ -58,6 +58,12 @@ def test_every_name_has_a_description_and_a_paper_network():
     assert all(description and "\n" not in description for description in model_names().values())
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_first_convolution_of_a_resnet_is_drawn_as_torchvision_does(channels):
+    weight = tensors_of(build_model("resnet18", (channels, 28, 28), 10, seed=0))["conv1.weight"]
+    assert float(weight.std()) == pytest.approx((2 / (64 * 7 * 7)) ** 0.5, rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["fedpews-mlp", "fedpews-cnn", "resnet18", "feature-mlp"])
 def test_small_grey_digits_fit(name):
     assert build_model(name, (1, 8, 8), 10, seed=0)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

@@ -162,6 +162,11 @@ def test_no_groups_may_be_none() -> None:
     assert own_dataset(((X, Y, None), (X, Y)), CLASSES).sources == ("own",)
 
 
+def test_a_group_and_a_class_of_test_samples_alone_count() -> None:
+    data = own_dataset(((X, Y, [*"aaaa"]), (X, Y + 1, [*"bbab"])), CLASSES)
+    assert (data.sources, data.test_source.tolist(), data.num_classes) == (("a", "b"), [1, 1, 0, 1], 2)
+
+
 def test_the_package_datasets_and_collate() -> None:
     from datasets import Dataset as Table
 
@@ -383,6 +388,8 @@ def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
     data = load_dataset(resolve(keys_of(table, "csv:s-*.csv", group="file")).data)
     assert (len(data.train_y), len(data.test_y), data.sources) == (20, 4, ("s-one", "s-two"))
     assert data.notes[0].startswith("the table comes without a test part: every 6th sample")
+    keys = keys_of(table, "csv:s-*.csv", task="regression", input="x", label="x", group="label")
+    assert torch.bincount(load_dataset(resolve(keys).data).test_source).tolist() == [2, 2]  # of each group
 
 
 def test_a_file_without_rows_changes_no_column(tmp_path: Path) -> None:
@@ -407,8 +414,12 @@ def test_a_column_of_texts(table: Path) -> None:
     x = data.train_x[:]
     assert isinstance(x, Inputs)
     assert x.tensors[1][2].tolist() == [1, 1, 1, 1, 0, 0]  # "good"
-    keys |= {"task": "next-token"}
+    keys |= {"task": "next-token", "group": "site"}
     data = load_dataset(resolve(keys).data)
+    sizes = [0, 0, 0]  # a text of n characters has n - 1 next ones, at most six a sample
+    for k in (k for k in range(30) if k % 5 != 4):
+        sizes[k % 3] += (len(TEXTS[k % 6]) + 4) // 6
+    assert torch.bincount(data.train_source).tolist() == sizes
     assert data.in_shape.single  # type: ignore[union-attr]
     assert data.train_y.shape[1:] == (6,)
     assert data.num_classes == data.in_shape.tokens  # type: ignore[union-attr]
@@ -443,6 +454,7 @@ def test_tokenizers_of_the_training_texts(name: str) -> None:
     assert all(0 < token < size for text in tokens for token in text)
     assert tokens[0] == encode(TEXTS)[0]
     assert 1 in tokens[-1]  # unknown
+    assert name != "characters" or tokenizer_of(name, TEXTS, 9).size == 9
 
 
 def test_texts_without_a_next_token_are_no_samples(tmp_path: Path) -> None:
@@ -490,6 +502,18 @@ def test_a_data_set_of_the_cache(table: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (len(data.train_y), len(data.test_y), data.sources) == (24, 6, ("north", "south", "west"))
     with pytest.raises(UserError, match=r"^dataset = 'hf:ward/others': "):
         load_dataset(resolve(keys | {"dataset": "hf:ward/others"}).data)
+
+
+def test_a_test_split_comes_before_a_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    splits = enumerate(("train", "validation", "test"))
+    parts = {name: datasets.Dataset.from_dict({"x": [value] * 2, "label": [0, 1]}) for value, name in splits}
+    monkeypatch.setattr(datasets, "load_dataset", lambda _: parts)
+    for name, value, notes in (("all", 2, ()), ("no test", 1, ("tested on its validation split",))):
+        data = load_dataset(resolve({"dataset": f"hf:{name}", "normalise": "none"}).data)
+        assert (torch.as_tensor(data.test_x[:]).tolist(), data.notes) == ([[value], [value]], notes)
+        parts.pop("test", None)
 
 
 BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
@@ -558,6 +582,8 @@ def test_the_sources_of_the_standard_library() -> None:
     data = load_dataset(resolve(keys).data)
     assert (data.sources, data.num_classes, data.in_shape.tokens) == (("json", "email"), 98, 98)  # type: ignore
     assert torch.equal(torch.as_tensor(data.train_x[:1])[0, 1:], data.train_y[0, :-1])
+    train, test = (torch.bincount(source) for source in (data.train_source, data.test_source))
+    assert torch.equal(test, (train + test) // 6)
 
 
 @pytest.mark.parametrize(
@@ -681,6 +707,7 @@ def test_a_column_is_dealt_over_a_multiple_of_clients(table: Path) -> None:
     clients = make_partition(data, resolve(keys).partitioning).train
     assert [data.train_source[own].unique().tolist() for own in clients] == [[0], [0], [1], [1], [2], [2]]
     assert [len(own) for own in clients] == [4] * 6
+    assert int(clients[0].max()) > int(clients[1].min()), "a file may be sorted by class"
     assert torch.cat(clients).sort().values.tolist() == list(range(24))
     with pytest.raises(UserError, match="partition = 'column' has 3 groups; expected at most that or a multiple"):
         make_partition(data, resolve(keys | {"num-clients": 4}).partitioning)

@@ -221,12 +221,19 @@ def test_settings_that_no_task_takes(keys: dict[str, object], message: str) -> N
 DIABETES = {"task": "regression", "dataset": "diabetes", "model": "feature-mlp", "partition": "iid", "lr": 0.001}
 
 
-def test_diabetes() -> None:
+def test_diabetes_is_scikit_learns() -> None:
+    from sklearn.datasets import load_diabetes
+
     data = load_dataset(resolve(DIABETES).data)
     assert (data.train_x.shape, data.train_y.shape, data.test_y.shape) == ((354, 10), (354, 1), (88, 1))
     assert data.num_classes == 1
     every = torch.cat((data.train_x[:], data.test_x[:]))
-    assert torch.allclose(every.mean(0), torch.zeros(10), atol=1e-5)
+    theirs = load_diabetes(scaled=False)
+    x = torch.tensor((theirs.data - theirs.data.mean(0)) / theirs.data.std(0))
+    nearest = torch.cdist(every.double(), x).min(1)
+    assert float(nearest.values.max()) < 1e-4
+    assert nearest.indices.unique().tolist() == list(range(442))
+    assert torch.cat((data.train_y, data.test_y))[:, 0].tolist() == theirs.target[nearest.indices].tolist()
 
 
 @pytest.mark.parametrize(
@@ -288,6 +295,13 @@ def test_several_labels_an_image_end_to_end(chest: Path) -> None:
     record = fedsub_app.run(keys | {"run-dir": str(chest / "run")})  # type: ignore[arg-type]
     assert {"global-auroc", "global-f1", "global-local-auroc"} <= record.lines[-1].keys()
     assert record.summary["best-global-auroc"] >= record.summary["final-global-auroc"]
+
+
+def test_several_labels_an_image_are_those_of_the_file(chest: Path) -> None:
+    keys = {"task": "multi-label", "dataset": "chestmnist", "data-dir": str(chest)}
+    data, file = load_dataset(resolve(keys).data), np.load(chest / "chestmnist.npz")
+    for y, split in ((data.train_y, "train"), (data.test_y, "test")):
+        assert y.tolist() == file[f"{split}_labels"].tolist()
 
 
 def test_labels_of_several_kinds_are_not_joined(chest: Path) -> None:
