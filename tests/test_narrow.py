@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedsub_app.models import build_model, load_tensors, narrowed, tensors_of, unit_groups, widths_of
+from fedsub_app.models.groups import UnitGroup
 from fedsub_app.subnets.averaging import Contribution, masked_mean
 from fedsub_app.subnets.masks import expand, fixed_masks
 from fedsub_app.subnets.slices import indices, put, take
@@ -224,6 +225,12 @@ def test_without_widths_it_is_a_copy_that_has_no_gradients():
     copied = narrowed(model, unit_groups(model), {})
     assert all(torch.equal(tensor, copied.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in copied.parameters())
+
+
+def test_a_width_is_rounded_up_as_it_is_written():
+    """0.07 * 100 is 7.000000000000001."""
+    group = UnitGroup("fc", 100, ("fc.weight",), ())
+    assert [group.kept(width) for width in (0.07, 0.071, 1.0)] == [7, 8, 100]
 
 
 @pytest.mark.parametrize("width", [0, -1, 4])

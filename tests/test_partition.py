@@ -85,6 +85,12 @@ def test_another_seed_is_another_partition(partition: str) -> None:
     assert one.train[0].tolist() != other.train[0].tolist()
 
 
+def test_seeds_are_those_of_the_published_runs() -> None:
+    """Another derivation would change every number."""
+    assert derive(0, "partition") == 3072132262073344427
+    assert derive("0", "partition") == 6168980762426664051
+
+
 @settings(max_examples=20, deadline=None)
 @given(clients=st.integers(1, 60), seed=st.integers(0, 2**31 - 1))
 def test_iid_sizes_differ_by_at_most_one(clients: int, seed: int) -> None:
