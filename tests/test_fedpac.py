@@ -12,7 +12,8 @@ from helpers import SAME, away, merge_round, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
+from test_methods import made as of_digits
+from torch import Tensor, nn
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json
@@ -137,6 +138,36 @@ def test_a_client_is_sent_its_own_head_and_the_centroids() -> None:
     with pytest.raises(BadReply, match="'fedpac/counts': counts of 2 samples, num-examples = 9"):
         made.contribution(replace(update(0, 1.0), num_examples=9))
     assert MEANS in made.expected(0)
+    merge_round(made, [update(1, 6.0)])
+    assert [float(made.task(client).tensors["fc5.weight"][0, 0]) for client in (0, 1)] == [4.0, 6.0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_client_trains_its_head_then_its_body_towards_the_centroids(known: bool) -> None:
+    """One step each; a class without a centroid has the mean of the received body's features, as H and V do."""
+    keys = {"batch_size": 1000, "momentum": 0.0, "lr": 0.05, "fedpac__head_lr": 0.2, "fedpac__lambda": 0.5}
+    strategy, client = of_digits("fedpac", **keys)
+    assert isinstance(strategy, FedPAC)
+    strategy.known[0], strategy.centroids[0] = known, 2.0
+    worker, start = client(0, 1, {}), dict(strategy.current)
+    answer = worker.run_training(dict(strategy.task(0).tensors), {}).tensors
+    network, x, y, model = worker.place.network, worker.x, worker.y, dict(start)
+    own, _, h, variance = feature_statistics(network(x, model).features.detach(), y, 10)
+    targets = torch.where(y[:, None] == 0, 2.0, own[y])
+
+    def step(names: list[str], lr: float, pull: float) -> None:
+        leaves = {name: model[name].clone().requires_grad_() for name in names}
+        output = network(x, model | leaves)
+        loss = nn.functional.cross_entropy(output.logits, y) + pull * (output.features - targets).square().mean()
+        slopes: tuple[Tensor, ...] = torch.autograd.grad(loss, list(leaves.values()))
+        model.update({name: model[name] - lr * slope for name, slope in zip(names, slopes, strict=True)})
+
+    step(["fc2.weight", "fc2.bias"], 0.2, 0.0)
+    step([name for name in start if not name.startswith("fc2")], 0.05, 0.5 * known)
+    assert away({name: answer[name] for name in start}, model, start) < SAME
+    torch.testing.assert_close(answer[H], h)
+    assert float(answer[V]) == pytest.approx(variance)
+    torch.testing.assert_close(answer[MEANS], feature_statistics(network(x, model).features, y, 10)[0])
 
 
 def test_a_head_that_is_tied_to_another_layer_is_refused() -> None:
