@@ -70,6 +70,26 @@ def test_prunefl_by_hand() -> None:
     assert strategy.masks["w.weight"].tolist() == [[True, False, False]]  # the limit
 
 
+def test_findings_count_by_the_samples_of_their_clients() -> None:
+    """1 of one sample and 5 of three."""
+    strategy = three("prunefl", [1, 1, 0], [0.5, -0.2, 0.0])
+    strategy.settings = strategy.settings.model_copy(update={"weighting": "examples"})
+    updates = [Update(client, {}, {}, samples) for client, samples in enumerate((1, 3))]
+    assert strategy.weighted(updates, [torch.tensor(1.0), torch.tensor(5.0)]) == 4
+
+
+def test_a_client_forgets_the_mask_of_a_layer_that_keeps_all_its_weights_again() -> None:
+    strategy, client = made("prunefl")
+    assert isinstance(strategy, Sparse)
+    state: Tensors = {}
+    for strategy.round in (1, 2):
+        worker, task = client(0, strategy.round, state), strategy.task(0)
+        worker.run_training(dict(task.tensors), task.config | {"adjust": False})
+        state = worker.state
+        assert len(state) == 3 - strategy.round
+        strategy.masks = strategy.masks | {"fc2.weight": torch.ones(10, 1000, dtype=torch.bool)}
+
+
 def test_fedtiny_by_hand() -> None:
     """The merged weights are 0.6 and 0; the mean gradients of 2 and -4 at the third are -1: it grows."""
     strategy = three("fedtiny", [1, 1, 0], [0.5, -0.2, 0.0], density=0.67, share=0.8, **ALWAYS)
@@ -155,18 +175,20 @@ def test_fedrts_by_hand() -> None:
     assert strategy.masks["w.weight"].tolist() == [[bool(x > drawn.min()) for x in drawn]]
 
 
-def test_fedtinys_losses_have_batchnorm_adapted_to_the_client() -> None:
-    """Two candidates, one mini-batch: the loss of the network in training mode."""
-    strategy, client = made("fedtiny", model="lenet5-bn", image_size=32, batch_size=1000)
+@pytest.mark.parametrize("batch_size", [1000, 48])
+def test_fedtinys_losses_have_batchnorm_adapted_to_the_client(batch_size: int) -> None:
+    """Two candidates: the mean loss of the samples by the network in training mode, mini-batch by mini-batch."""
+    strategy, client = made("fedtiny", model="lenet5-bn", image_size=32, batch_size=batch_size)
     assert isinstance(strategy, FedTiny)
     strategy.round = 1
     worker, task = client(0, 1, {}), strategy.task(0)
     answer = worker.run_training(dict(task.tensors), task.config)
     for number, masks in enumerate(strategy.candidates):
-        model = under(strategy.current, masks)
-        logits = torch.func.functional_call(worker.place.problem.network().train(), model, (worker.x,))
-        loss = nn.functional.cross_entropy(logits, worker.y)
-        assert float(answer.tensors["losses"][number]) == pytest.approx(float(loss), rel=1e-4)
+        network, model, loss = worker.place.problem.network().train(), under(strategy.current, masks), 0.0
+        for batch in client(0, 1, {}).batches(1, "candidates"):
+            logits = torch.func.functional_call(network, model, (worker.x[batch],))
+            loss += float(nn.functional.cross_entropy(logits, worker.y[batch], reduction="sum")) / len(worker.y)
+        assert float(answer.tensors["losses"][number]) == pytest.approx(loss, rel=1e-4)
     assert answer.metrics["train-loss"] == float(answer.tensors["losses"][0]) != float(answer.tensors["losses"][1])
 
 

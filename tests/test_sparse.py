@@ -316,6 +316,21 @@ def test_robust_holds_saliencies_against_each_other() -> None:
     assert strategy.origin(update) is strategy.current
 
 
+def test_saliencies_are_those_of_a_mini_batch_in_training_mode() -> None:
+    """Also after an evaluation."""
+    strategy, client = made("ssfl", model="lenet5-bn", image_size=32)
+    strategy.round, worker = 1, client(0, 1, {})
+    worker.network.module.eval()
+    answer, batch = (
+        worker.run_training(dict(strategy.current), strategy.task(0).config),
+        next(worker.batches(1, "slopes")),
+    )
+    network = worker.place.problem.network().train()
+    logits = torch.func.functional_call(network, strategy.current, (worker.x[batch],))
+    loss = nn.functional.cross_entropy(logits, worker.y[batch])
+    assert answer.metrics["train-loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
 def test_each_layer_keeps_its_weight_of_the_largest_saliency() -> None:
     """Although a hundredth of all weights are in the first layer."""
     strategy, _ = made("ssfl", ssfl__density=0.01)
