@@ -224,6 +224,9 @@ def test_who_is_late_is_named_and_the_server_waits_until_the_deadline(two: str) 
     assert timed.late(Update(fast, {}, {"flops": 1e9})) == ""
     assert timed.report([fast], 2)["device-seconds"] == 10
     assert timed.report([fast], 1)["device-seconds"] == pytest.approx(2), "over-sampled: one reply is enough"
+    timed.deadline = 1.5
+    assert timed.report([], 1)["joules"] == pytest.approx(2 * 1.5), "a late device stops at the deadline"
+    timed.deadline = 10.0
     for client in range(4):
         timed.late(Update(client, {}, {"flops": 1e9}))
     assert timed.report([fast], 4)["device-seconds"] == 10, "also where all replies come in the end"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message
-from helpers import ends_as_if_never_stopped, result
+from helpers import ends_as_if_never_stopped, merge_round, result
 from safetensors.torch import load_file
 from torch import nn
 
@@ -289,6 +289,14 @@ def test_the_model_that_is_left_may_be_an_earlier_one(lines: list[Json], report:
     run = SimpleNamespace(lines=[{"round": 0, **OK}, *({"round": n, **line} for n, line in enumerate(lines, 1))])
     run.last_round = len(lines)
     assert _is_measured(run, report) is is_measured  # type: ignore[arg-type]
+
+
+def test_what_is_measured_is_neither_clipped_nor_scaled_by_server_lr() -> None:
+    settings = resolve(KEYS | {"clip-norm": 0.001, "server-lr": 0.5})
+    measurement: Any = StaticBatchNorm(settings, workplace(settings).network.module).measurement
+    sent = {name: measurement.current[name] + 5 for name in measurement.expected(0)}
+    merge_round(measurement, [Update(0, sent, {}, 1)])
+    assert all(torch.equal(measurement.current[name], tensor) for name, tensor in sent.items())
 
 
 def test_noise_is_refused() -> None:

@@ -66,14 +66,14 @@ def test_a_client_without_some_classes() -> None:
 
 
 def test_a_run_reports_them(run_local: Callable[..., tuple[Json, Path]]) -> None:
-    """On the server and of each client, with their spread; the other numbers are those of a run without."""
-    keys: dict[str, Any] = {"evaluate": "global,personal", "num_rounds": 1, "num_clients": 3}
+    """On the server and of each client, with the members' spread; the other numbers are those of a run without."""
+    keys: dict[str, Any] = {"evaluate": "global,personal", "num_rounds": 1, "num_clients": 4, "held_out_clients": 1}
     _, plain = run_local("plain", **keys)
     _, folder = run_local("all", **keys, metrics="auc, f1, balanced-accuracy, spread")
     line, before = read_rounds(folder)[-1], read_rounds(plain)[-1]
     for name in ("auc", "f1", "balanced_accuracy"):
         assert 0 < line[f"global-{name}"] <= 100
-        each = [client[f"personal-{name}"] for client in line["evaluated"].values()]
+        each = [line["evaluated"][str(client)][f"personal-{name}"] for client in line["clients"]]
         assert line[f"personal-{name}"] == pytest.approx(np.mean(each))
         assert line[f"personal-{name}-sd"] == pytest.approx(np.std(each))
         assert line[f"personal-{name}-q10"] <= line[f"personal-{name}"] <= line[f"personal-{name}-q90"]

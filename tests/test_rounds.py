@@ -266,10 +266,14 @@ def test_a_client_with_more_samples_goes_farther() -> None:
     made.facts = Facts([20, 20, 40, 40], 1.0, lambda _: 0.0)
     bounds = Bounds(made, reach(made, range(4)))
     updates = [update(client, value=1.0 + change) for client, change in enumerate((1, 3, 2, 2))]
+    updates = [replace(each, squares={"w": float((each.tensors["w"] - 1).square().sum())}) for each in updates]
     valid = [Valid(each, made.contribution(each), {}) for each in updates]
     for each in valid:
         bounds.measure(each.update, each.contribution)
-    assert [float(each.contribution.tensors["w"][0]) for each in bounds.bounded(valid)] == [2, 2, 3, 3]
+    bounded = bounds.bounded(valid)
+    assert [float(each.contribution.tensors["w"][0]) for each in bounded] == [2, 2, 3, 3]
+    lengths = [made.distance(each.update, each.contribution) for each in bounded]
+    assert lengths == pytest.approx([3**0.5 * change for change in (1, 1, 2, 2)]), "clip-norm clips what is left"
     assert bounds.report == {"bounded-updates": [1]}
     assert reach(made, [0, 2, 3]) == dict.fromkeys((0, 2, 3), 1.0), "of the clients that are asked"
 
