@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import SAME, away
 from safetensors.torch import load_file
+from test_methods import made
 from torch import nn
 from torch.nn import functional as F
 
@@ -202,6 +203,12 @@ def test_the_warm_model_is_handed_out_once(run_local: Run) -> None:
     lines = read_rounds(folder)
     assert [line["formula-bytes-down"] // 3 for line in lines] == [whole, whole, head]
     assert [line["formula-bytes-up"] // 3 for line in lines] == [whole, head, head]
+
+
+def test_fedbabu_tunes_the_part_that_it_is_told() -> None:
+    strategy, client = made("fedbabu", fedbabu__tune="head")
+    tuned = client(0, 1, {}).personal(dict(strategy.current), {})
+    assert {name for name, tensor in tuned.items() if not torch.equal(tensor, strategy.current[name])} == {*HEAD}
 
 
 def test_dittos_personal_models_start_at_the_common_start(run_local: Run) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import SAME, away
+from test_methods import made
 from test_parts import BODY, HEAD, KEYS, Reference, fedper, initial, model_of, state_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -256,6 +257,43 @@ def test_alpha_stays_between_0_and_1(run_local: Run) -> None:
     assert all(0 <= float(state_of(folder, client, 1)["alpha"]) <= 1 for client in range(3))
     _, folder = run_local("never", method="apfl", **KEYS | {"num_rounds": 1}, apfl__adapt="never", apfl__alpha=0.25)
     assert {float(state_of(folder, client, 1)["alpha"]) for client in range(3)} == {0.25}
+
+
+def test_apfls_personal_model_has_the_statistics_of_the_mixture() -> None:
+    strategy, client = made("apfl", model="lenet5-bn", image_size=32)
+    worker = client(0, 1, {})
+    answer = worker.run_training(dict(strategy.current), {}).tensors
+    of_mixture = worker.personal(answer, {})["bn1.running_mean"]
+    assert torch.equal(of_mixture, worker.own["bn1.running_mean"])
+    assert not torch.equal(of_mixture, answer["bn1.running_mean"])
+
+
+def test_per_fedavg_adapts_on_the_statistics_of_the_mini_batch() -> None:
+    """Also after an evaluation: a step of alpha on one mini-batch of all samples."""
+    keys = {"per-fedavg__alpha": 0.1, "per-fedavg__tune_steps": 1}
+    strategy, client = made("per-fedavg", model="lenet5-bn", image_size=32, batch_size=1000, **keys)
+    worker, w = client(0, 1, {}), strategy.current
+    worker.network.module.eval()
+    personal = worker.personal(dict(w), {})
+    leaf = w["conv1.weight"].clone().requires_grad_()
+    network = worker.place.problem.network().train()
+    logits = torch.func.functional_call(network, {**w, "conv1.weight": leaf}, (worker.x,))
+    (slope,) = torch.autograd.grad(F.cross_entropy(logits, worker.y), [leaf])
+    torch.testing.assert_close(personal["conv1.weight"], w["conv1.weight"] - 0.1 * slope, rtol=1e-3, atol=1e-5)
+
+
+def test_fedalas_proximal_term_is_around_the_global_model() -> None:
+    """Not around the merged one, from which the client trains."""
+    strategy, client = made("fedala", objective="prox", prox_mu=0.1, lr=0.5)
+    sent, first = dict(strategy.current), client(0, 1, {})
+    first.run_training(sent, {})
+    later, seen = client(0, 2, first.state), list[tuple[Tensor, Tensor]]()
+    fit = lambda: seen.append((later.objective().others[0]["fc2.bias"], later.network.copy()["fc2.bias"]))  # noqa: E731
+    vars(later)["fit"] = fit
+    later.run_training({name: tensor + 0.1 for name, tensor in sent.items()}, {})
+    ((anchor, start),) = seen
+    assert torch.equal(anchor, sent["fc2.bias"] + 0.1)
+    assert not torch.equal(anchor, start)
 
 
 def test_more_layers_than_there_are_cannot_be_merged(run_local: Run, tmp_path: Path) -> None:
