@@ -296,6 +296,15 @@ def test_fedalas_proximal_term_is_around_the_global_model() -> None:
     assert not torch.equal(anchor, start)
 
 
+def test_a_client_may_spend_the_steps_of_its_keys() -> None:
+    """pFedMe's seven steps a mini-batch; Per-FedAvg's further 90 mini-batches of the tuning."""
+    one, seven = (made("pfedme", pfedme__steps=steps)[0].max_samples(0) for steps in (1, 7))
+    assert seven == 7 * one
+    keys = {"batch_size": 8}
+    few, many = (made("per-fedavg", **keys, **{"per-fedavg__tune_steps": k})[0].max_samples(0) for k in (10, 100))
+    assert many == few + 90 * 8
+
+
 def test_more_layers_than_there_are_cannot_be_merged(run_local: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^fedala.layers = 3: at most 2, the layers of the network$"):
         run_local(method="fedala", **KEYS, fedala__layers=3)

@@ -256,6 +256,17 @@ def test_a_position_that_no_client_keeps_is_pruned() -> None:
     assert strategy.current["fc1.weight"][row, column] == 0
 
 
+def test_a_position_that_fewer_than_min_contributors_keep_is_pruned() -> None:
+    """One client keeps the largest merged weight, two keep the others."""
+    strategy, _ = made("feddst", min_contributors=2)
+    model, (mask, one, two) = (torch.zeros(k, *strategy.shapes["fc1.weight"]) for k in (1, 3))
+    model[0, 0, :3] = torch.tensor([5.0, 1.0, 0.5])
+    mask[0, :2] = one[0, :3] = two[0, 1:3] = 1
+    strategy.masks = {"fc1.weight": mask.bool()}
+    updates = [Update(client, {f"{MASK}fc1.weight": own.bool()}, {}, 20) for client, own in enumerate((one, two))]
+    assert strategy.adjusted({"fc1.weight": model[0]}, updates)["fc1.weight"].nonzero().tolist() == [[0, 1], [0, 2]]
+
+
 def test_of_the_weights_that_have_grown_the_most_voted_ones_stay() -> None:
     """All of them are 0. Two clients grow the same ones, a third one has the first pruned position in place of one."""
     strategy, client = made("feddst", feddst__every=1, feddst__share=0.5, feddst__until=1000)
