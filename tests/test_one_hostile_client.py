@@ -302,7 +302,8 @@ def test_the_servers_state_goes_back_with_the_model(scene: Callable[[str], Scene
         for made.round in range(3, 9):  # 1.5 is not far worse than 0.4, nor 2 than 1.5, but 2 than 0.4
             assert far_worse(made, 1.5, [0, 1]) == ""
             made.current = fresh.current
-            vars(made).update({name: getattr(fresh, name) for name in ("state_rounds", *made.remembers)})
+            made.state_rounds[:] = fresh.state_rounds  # in place, as a commit does
+            vars(made).update({name: getattr(fresh, name) for name in made.remembers})
         server, made = made, METHODS[method].strategy(made.settings, made.model)  # as after a resume
         made.load_state(server.state())
         made.facts, made.round, made.current = server.facts, 9, server.current
