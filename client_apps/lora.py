@@ -41,7 +41,7 @@ class HetLoRAClient(Client):
         before = size().detach()
         self.fit(loss=loss if every and self.options.lambda_ else None)
         trained = self.trained()
-        prunes = kept < config["rank"] and bool(size() < before)
+        prunes = bool(size() < before)  # no ranks to prune have the size 0, before and after
         if prunes:
             for adapter in every:
                 trained[adapter.a][kept:] = 0

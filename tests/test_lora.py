@@ -267,6 +267,8 @@ def test_hetlora_prunes_ranks_that_have_become_smaller(made: Made) -> None:
     assert strategy.task(1).tensors["two.lora_B.default.weight"].shape == (6, 2)
     whole, client = made("hetlora", hetlora__gamma=1.0)
     assert not client(0).run_training(dict(whole.task(0).tensors), whole.task(0).config).tensors[PRUNES]
+    grows, client = made("hetlora", hetlora__gamma=0.5)  # from B = 0
+    assert not client(0).run_training(dict(grows.task(0).tensors), grows.task(0).config).tensors[PRUNES]
     heavy, client = made("hetlora", hetlora__gamma=0.5, hetlora__lambda=5.0, lr=0.01)
     merge_round(heavy, updates_of(heavy))
     task = heavy.task(0)
