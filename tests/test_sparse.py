@@ -332,10 +332,8 @@ def test_saliencies_are_those_of_a_mini_batch_in_training_mode() -> None:
     strategy, client = made("ssfl", model="lenet5-bn", image_size=32)
     strategy.round, worker = 1, client(0, 1, {})
     worker.network.module.eval()
-    answer, batch = (
-        worker.run_training(dict(strategy.current), strategy.task(0).config),
-        next(worker.batches(1, "slopes")),
-    )
+    answer = worker.run_training(dict(strategy.current), strategy.task(0).config)
+    batch = next(worker.batches(1, "slopes"))
     network = worker.place.problem.network().train()
     logits = torch.func.functional_call(network, strategy.current, (worker.x[batch],))
     loss = nn.functional.cross_entropy(logits, worker.y[batch])
