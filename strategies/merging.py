@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedsub_app.common.errors import explained
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Spec, Update, formula_bytes
-from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean
+from fedsub_app.subnets.averaging import WAITING_BYTES, Contribution, MaskedMean, Mean, check
 from fedsub_app.subnets.norms import NormGuard
 from fedsub_app.subnets.privacy import NoisyMean
 from fedsub_app.subnets.robust import RobustMean, clipped
@@ -89,7 +90,10 @@ class Merging:
 
     def contribution(self, update: Update) -> Contribution:
         """Return the part of an update that is summed."""
-        return returned(self._strategy, "contribution", self._strategy.contribution(update), Contribution)
+        found = returned(self._strategy, "contribution", self._strategy.contribution(update), Contribution)
+        with explained(f"{type(self._strategy).__name__}.contribution returned for client {update.client}:"):
+            check(self._strategy.current, found)
+        return found
 
     def add(self, valid: Valid) -> None:
         update, contribution, norms = valid

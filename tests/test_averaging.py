@@ -286,6 +286,7 @@ def part(rows, size):
         (Contribution({"v": torch.zeros(2)}), "tensor v that the old model lacks"),
         (Contribution({"w": torch.zeros(1)}), r"tensor w has shape \(1,\), the old one \(2,\)"),  # would broadcast
         (Contribution({"w": torch.zeros(2)}, {"w": torch.ones(2)}), "mask w has dtype torch.float32"),
+        (Contribution({"w": torch.zeros(2)}, {"w": torch.ones(3).bool()}), r"mask w has shape \(3,\), its tensor \(2,"),
         (part([0], 2), r"tensor w has shape \(2,\), its slice \(1,\)"),
         (part([1, 0], 2), "slice of tensor w has rows that are not ascending int64 numbers"),
         (part([1, 1], 2), "slice of tensor w has rows that are not ascending"),

@@ -98,6 +98,21 @@ def test_a_hook_that_returns_another_kind_ends_the_run(
 
 
 @pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Contribution({"w": torch.ones(2)}), "ValueError: update has a tensor w that the old model lacks"),
+        (Contribution({}, weight=float("nan")), "ValueError: update has weight nan; allowed: finite numbers"),
+    ],
+)
+def test_a_contribution_that_does_not_fit_the_model_names_its_hook_and_client(
+    wrong: Contribution, said: str, run_local: Callable[..., tuple[Json, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SubnetStrategy, "contribution", lambda self, update: wrong)
+    with pytest.raises(UserError, match=rf"^SubnetStrategy\.contribution returned for client \d: {said}$"):
+        run_local(num_rounds=1)
+
+
+@pytest.mark.parametrize(
     ("hook", "value", "said"),
     [
         (

@@ -189,8 +189,8 @@ class _Term(NamedTuple):
 def check(old: Mapping[str, Tensor], update: Contribution) -> None:
     """Raise ValueError where an update does not fit the old model.
 
-    Faults: a weight that is not finite, an unknown name, another shape, a mask that is not bool or has a slice beside
-    it, rows or columns that ``old`` lacks or that do not ascend.
+    Faults: a weight that is not finite, an unknown name, another shape, a mask that is not bool, does not broadcast or
+    has a slice beside it, rows or columns that ``old`` lacks or that do not ascend.
     """
     masks, slices = update.masks or {}, update.slices or {}
     if not math.isfinite(update.weight):
@@ -210,3 +210,7 @@ def check(old: Mapping[str, Tensor], update: Contribution) -> None:
             raise ValueError(f"tensor {name} has shape {tuple(x.shape)}, {whose} {tuple(shape)}")
         if name in masks and masks[name].dtype != torch.bool:
             raise ValueError(f"mask {name} has dtype {masks[name].dtype}; allowed: torch.bool")
+        try:
+            masks.get(name, x).expand(shape)
+        except RuntimeError:
+            raise ValueError(f"mask {name} has shape {tuple(masks[name].shape)}, its tensor {tuple(shape)}") from None
