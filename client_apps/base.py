@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError, explained, shown
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
@@ -38,6 +38,13 @@ class Client(ClientTools):
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
+    def _named(self, said: str, value: Any) -> Tensors:
+        """Return what a hook returned; TypeError, with what is no tensor, if it is not tensors by name."""
+        wrong = {n: x for n, x in value.items() if not isinstance(x, Tensor)} if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping) or wrong:
+            raise TypeError(f"{type(self).__name__} {said} {shown(wrong)}: must be tensors by name")
+        return dict(value)
+
     def run_training(self, sent: Tensors, config: Json, measuring: bool = False) -> Update:
         """Train, or measure after the merge, and return the update with its costs."""
         start, before = time.perf_counter(), [(name, tensor, tensor._version) for name, tensor in sent.items()]
@@ -48,11 +55,13 @@ class Client(ClientTools):
             what = f"changes {changed[0]!r} in place, which other clients of its message have too; must copy it first"
             raise UserError(f"{type(self).__name__} {what}")
         # Here the failure is this client's alone; later the reply that it shares with others could not be packed.
-        if not isinstance(answer, Mapping) or not all(isinstance(x, Tensor) for x in answer.values()):
-            raise TypeError(f"{type(self).__name__} answers {shown(answer)}: must be tensors by name")
+        self._named("answers", answer)
+        self._named("keeps as its state", self.state)
         live = {x.untyped_storage().data_ptr() for x in self.network.tensors.values()}  # the next client's as well
         copied = {n: x.detach().clone() if x.untyped_storage().data_ptr() in live else x for n, x in answer.items()}
-        self.metrics |= {name: float(x) for name, x in self.metrics.items() if type(x) not in (int, float)}
+        for name, x in self.metrics.items():
+            with explained(f"{type(self).__name__}.metrics has {name!r} as {shown(x)}"):
+                self.metrics[name] = x if type(x) in (int, float) else float(x)
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
@@ -69,7 +78,7 @@ class Client(ClientTools):
         for name in wanted:
             whole = {n: both[n] for n in self.place.network.tensors} if name != "personal" else {}
             with self.dropout("evaluation"):
-                self.load(whole or self.personal(personal, config))
+                self.load(whole or self._named("has as its own model", self.personal(personal, config)))
             for split, (x, y) in splits.items():
                 if len(y):
                     values = evaluate(task, self.network.module, x, y)

@@ -255,3 +255,32 @@ def test_an_answer_that_is_no_tensors_is_its_clients_failure_alone(
     assert dropped["client"] == 1
     reason = f"client failed: TypeError: Client answers {said}: must be tensors by name"
     assert dropped["reason"].startswith(reason)
+
+
+def test_a_state_a_metric_or_an_own_model_that_is_no_tensors_is_named(
+    run_local: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Client.train
+
+    def instead(self: Client, sent: Tensors, config: Json) -> Any:
+        trained = train(self, sent, config)
+        if self.id == 1:
+            self.metrics["train-loss"] = "low"  # type: ignore[assignment]
+        else:
+            self.state = {"w": torch.ones(2), "rounds": 3}  # type: ignore[dict-item]
+        return trained
+
+    monkeypatch.setattr(Client, "train", instead)
+    monkeypatch.setattr(Client, "personal", lambda self, sent, config: None)
+    with pytest.raises(RunFailed) as failed:
+        run_local(num_rounds=1, evaluate="personal, global")
+    line = read_rounds(failed.value.folder)[1]
+    state, metric = (drop["reason"] for drop in line["dropped"])
+    assert state.startswith(
+        "client failed: TypeError: Client keeps as its state {'rounds': 3}: must be tensors by name"
+    )
+    assert metric.startswith(
+        "client failed: UserError: Client.metrics has 'train-loss' as 'low' (ValueError: could not"
+    )
+    for drop in line["not-evaluated"]:
+        assert drop["reason"].startswith("client failed: TypeError: Client has as its own model None: must be tensors")
