@@ -19,7 +19,7 @@ from fedsub_app.common.errors import UserError, shown
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import draw, takes_part
 from fedsub_app.federation.phase import Dropped, Phase
-from fedsub_app.federation.protocol import BadReply, Diverged, Spec, StateLost, Task, Update, finite
+from fedsub_app.federation.protocol import BadReply, Diverged, Range, Spec, StateLost, Task, Update, finite
 from fedsub_app.federation.wire import read_update, to_arrays, to_tensors
 from fedsub_app.secure.server import Unopened
 from fedsub_app.subnets.norms import FIRST, NormGuard, norm
@@ -53,10 +53,12 @@ def ask(
     strategy.round, strategy.current = server_round, to_tensors(arrays)
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
     extra |= {"lr": config["lr"]} if "lr" in config else {}
-    specs: object = strategy.expected(clients[0]) if clients else {}
-    if not isinstance(specs, Mapping) or not all(isinstance(spec, Spec) for spec in specs.values()):
-        what = f"returned {shown(specs)[:100]}: must be strategies.base.Spec by name"
-        raise UserError(f"{type(strategy).__name__}.expected {what}")
+    for hook, of in (("expected", Spec), ("metrics", Range)) if clients else ():
+        found: object = getattr(strategy, hook)(clients[0])
+        wrong = {n: x for n, x in found.items() if not isinstance(x, of)} if isinstance(found, Mapping) else found
+        if not isinstance(found, Mapping) or wrong:
+            what = f"returned {shown(wrong)[:100]}: must be strategies.base.{of.__name__} by name"
+            raise UserError(f"{type(strategy).__name__}.{hook} {what}")
     merging = Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:
         merging = secure = SecureMerging(strategy, clients, grid)

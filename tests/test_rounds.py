@@ -11,7 +11,7 @@ from torch import Tensor
 from client_apps.personal import LocalClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Json, Tensors
-from fedsub_app.federation.protocol import Task, Update
+from fedsub_app.federation.protocol import Spec, Task, Update
 from fedsub_app.models import build_model
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
@@ -128,7 +128,10 @@ def test_a_contribution_that_does_not_fit_the_model_names_its_hook_and_client(
         ),
         ("task", Task(0, {"w": [1.0]}), r"returned for client 0 'w' as list: must be a torch.Tensor$"),  # type: ignore
         ("expected", {"w": (3,)}, r"returned {'w': \(3,\)}: must be strategies.base.Spec by name$"),
+        ("expected", {"v": Spec((3,)), "w": 3}, r"returned {'w': 3}: must be strategies.base.Spec by name$"),
         ("expected", None, "returned None: must be strategies.base.Spec by name$"),
+        ("metrics", None, "returned None: must be strategies.base.Range by name$"),
+        ("metrics", {"steps": 3}, r"returned {'steps': 3}: must be strategies.base.Range by name$"),
     ],
 )
 def test_tasks_and_specs_of_another_form_end_the_run(
