@@ -113,7 +113,7 @@ class Server:
             raise UserError(f"{type(self).__name__}.remembers = {names!r}: must be a tuple of names")
         if unset := [name for name in self.remembers if not hasattr(self, name)]:  # a resume could not restore it
             raise UserError(f"{type(self).__name__}.setup does not set {unset[0]!r}, which it remembers")
-        dict(leaves("", {name: getattr(self, name) for name in self.remembers}))
+        self.first_names = [*dict(leaves("", {name: getattr(self, name) for name in self.remembers}))]
 
     def setup(self) -> None:
         """Set the method's own attributes; :class:`UserError` for settings that the network rules out."""
@@ -242,7 +242,10 @@ class Server:
                 why = "setup must set a list with an entry for each client, as a resumed run restores it"
                 raise UserError(f"{said} {name!r} as a list of {len(value)}: {why}")
         kept = dict(leaves("", {name: getattr(self, name) for name in merged.state}))
-        for name, value in leaves("", merged.state):
+        state = dict(leaves("", merged.state))
+        if lost := [name for name in self.first_names if name.split("/")[0] in merged.state and name not in state]:
+            raise UserError(f"{said} no {lost[0]!r}, which setup has set: a resumed run needs it")
+        for name, value in state.items():
             if value.dtype == torch.bool and _form(value) != _form(kept.get(name)):
                 why = "setup must set a bool tensor in its shape, of which a checkpoint has the bits alone"
                 raise UserError(f"{said} {name!r} as {_form(value)}: {why}")

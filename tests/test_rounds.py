@@ -169,12 +169,24 @@ def test_an_outcome_of_other_kinds_is_not_committed(merged: Merged, said: str) -
         made.outcome(merged)
 
 
+def test_a_state_without_a_tensor_that_setup_has_set_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run would not find it."""
+    monkeypatch.setattr(SubnetStrategy, "remembers", ("step",))
+    monkeypatch.setattr(SubnetStrategy, "setup", lambda self: setattr(self, "step", {"a": torch.ones(1)}))
+    made = strategy()
+    said = r"^SubnetStrategy\.merge returned no 'step/a', which setup has set: a resumed run needs it$"
+    with pytest.raises(UserError, match=said):
+        made.outcome(Merged(made.current, {"step": {"b": torch.ones(1)}}))
+    made.outcome(Merged(made.current, {"step": {"a": torch.ones(1), "b": torch.ones(1)}}))
+
+
 @pytest.mark.parametrize(
     "state", [{"step": torch.tensor(float("nan"))}, {"step": {"w": torch.tensor([1, -torch.inf])}}]
 )
 def test_a_state_that_is_not_finite_is_not_committed(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SubnetStrategy, "remembers", ("step",))
-    monkeypatch.setattr(SubnetStrategy, "setup", lambda self: setattr(self, "step", torch.ones(1)))
+    first = torch.ones(1) if isinstance(state["step"], Tensor) else {}
+    monkeypatch.setattr(SubnetStrategy, "setup", lambda self: setattr(self, "step", first))
     monkeypatch.setattr(SubnetStrategy, "merge", lambda self, mean, updates: Merged(mean.result(), state))
     assert outcome(strategy(), 2).startswith("SubnetStrategy.merge returned 'step")
     state["step"] = torch.tensor([3, 4])
