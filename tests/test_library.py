@@ -657,6 +657,12 @@ def test_the_strategy_names_the_task_and_the_app_adds_metrics() -> None:
     assert triple["personal-loss"] == pytest.approx(3 * plain["personal-loss"])
 
 
+def test_a_regression_of_large_numbers_trains() -> None:
+    """Losses up to the square of the largest score that a client may report are no divergence."""
+    far = lambda context: [(x, y + 9e8) for x, y in numbers(context)]  # noqa: E731
+    assert dropped({"task": "regression", "lr": 1e-9}, data=far, model=linear, start=linear()) == "[]"
+
+
 def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixture) -> None:
     app = grid(model=linear, data=numbers, metrics=lambda output, y: {"top-5": 1.0})
     found = fedsub.FedAvg(clients_per_node=4, task="regression").start(app, arrays(linear()), 1)
@@ -1006,11 +1012,11 @@ def test_wrong_arrays_leave_no_directory(tmp_path: Path, monkeypatch: pytest.Mon
 # --- data and networks ------------------------------------------------------------------------------------------------
 
 
-def dropped(keywords: dict[str, Any], kind: Any = None, **how: Any) -> str:
+def dropped(keywords: dict[str, Any], kind: Any = None, start: nn.Module | None = None, **how: Any) -> str:
     """Why the client of a node is dropped, or "[]"."""
     strategy = (kind or fedsub.FedAvg)(clients_per_node=4, **keywords)
     with suppress(fedsub.RunFailed):
-        strategy.start(grid(**how), arrays(), 1)
+        strategy.start(grid(**how), arrays(start), 1)
     return str(strategy.connected.phase.dropped)
 
 

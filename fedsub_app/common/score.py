@@ -60,7 +60,7 @@ class Score(NamedTuple):
 SCORES = {  # of the tasks of tasks.py, by the setting ``task``
     "classification": Score(),
     "multi-label": Score("auroc", others=("f1",)),
-    "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (0.0, 1e12)),
+    "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (0.0, 1e18)),
     "next-token": Score(others=("perplexity",)),
 }
 SPREAD = "spread"  # value of the setting ``metrics`` for any task
