@@ -125,7 +125,7 @@ BAD_ANSWERS: list[tuple[str, Spoil, str]] = [
     (
         "fedavg",
         lambda update: replace(update, metrics=update.metrics | {"train-loss": math.nan}),
-        "metric 'train-loss' = nan: must be a number from 0 to 10000",
+        "metric 'train-loss' = nan: must be a number from -10000 to 10000",
     ),
     ("fedavg", boom, BOOM),
     ("fedavg", lambda update: Update(1, error="out of memory"), "client failed: out of memory"),

@@ -663,6 +663,12 @@ def test_a_regression_of_large_numbers_trains() -> None:
     assert dropped({"task": "regression", "lr": 1e-9}, data=far, model=linear, start=linear()) == "[]"
 
 
+def test_a_loss_of_ones_own_may_be_negative() -> None:
+    """As the logarithm of a density is."""
+    below = lambda output, y: (output - y).square().mean() - 999  # noqa: E731
+    assert dropped({"task": "regression"}, data=numbers, model=linear, start=linear(), loss=below) == "[]"
+
+
 def test_a_client_that_is_not_evaluated_is_named(caplog: pytest.LogCaptureFixture) -> None:
     app = grid(model=linear, data=numbers, metrics=lambda output, y: {"top-5": 1.0})
     found = fedsub.FedAvg(clients_per_node=4, task="regression").start(app, arrays(linear()), 1)

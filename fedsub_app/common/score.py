@@ -23,7 +23,7 @@ class Score(NamedTuple):
     low: float = 0.0
     high: float = 100.0
     others: tuple[str, ...] = ()
-    losses: tuple[float, float] = (0.0, 1e4)  # of cross-entropies: guessing among 10^6 classes costs 14
+    losses: tuple[float, float] = (-1e4, 1e4)  # of cross-entropies: guessing among 10^6 classes costs 14
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Score(NamedTuple):
 SCORES = {  # of the tasks of tasks.py, by the setting ``task``
     "classification": Score(),
     "multi-label": Score("auroc", others=("f1",)),
-    "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (0.0, 1e18)),
+    "regression": Score("rmse", False, "", 0.0, 1e9, ("mae",), (-1e18, 1e18)),
     "next-token": Score(others=("perplexity",)),
 }
 SPREAD = "spread"  # value of the setting ``metrics`` for any task
