@@ -172,6 +172,17 @@ def test_a_table_of_a_nodes_own(run_local: RunLocal, tmp_path: Path) -> None:
     assert dropped(folder) == {1: f"node failed: private-data = '{paths[1]}': {labels}"}
 
 
+def test_classes_that_a_nodes_table_has_as_floats(run_local: RunLocal, tmp_path: Path) -> None:
+    """A column that once had empty values has them: 1.0 is the class 1."""
+    for name, kinds in (("server", ("0", "1")), ("clinic", ("0.0", "1.0"))):
+        rows = [f"{k % 7},{kinds[k % 2]}" for k in range(40)]
+        (tmp_path / f"{name}.csv").write_text("age,outcome\n" + "\n".join(rows) + "\n")
+    keys = {"dataset": f"csv:{tmp_path}/server.csv", "input": "age", "label": "outcome", "model": "feature-mlp"}
+    paths = [tmp_path / "clinic.csv"] * 2
+    _, folder = run_local("run", grid=lambda _, given: Private(given, paths), **KEYS | keys | {"evaluate": "global"})
+    assert dropped(folder) == {}
+
+
 def test_a_table_of_a_nodes_own_needs_named_columns() -> None:
     """All columns of a file are in the file's order: one node's weight would be another's age."""
     header = {"run": "a", "shape": [2], "classes": 2}

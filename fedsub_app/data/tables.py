@@ -279,4 +279,5 @@ def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
     for value in (value for column in columns for value in column):
         if isinstance(value, odd) or (isinstance(value, float) and value % 1):
             raise UserError(f"label = {wanted.label[0]!r}: {shown(value)} is no class; must be integers or words")
-    return sorted({value for column in columns for value in column}, key=lambda value: (isinstance(value, str), value))
+    values = {int(value) if isinstance(value, float) else value for column in columns for value in column}  # 1.0 is 1
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
