@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,18 @@ def test_a_column_of_vectors(tmp_path: Path, kind: str) -> None:
     x = torch.as_tensor(data.train_x[:])
     assert data.in_shape == ((2,) if kind == "jsonl" else (3,))
     assert x[:4, -2:].tolist() == [[-1, 0], [1, 0], [-1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("kind", ["datetime64[ns]", "timedelta64[s]", object])
+def test_dates_are_no_numbers_to_learn(tmp_path: Path, kind: Any) -> None:
+    """A date in a file becomes one of pandas' types, of which NumPy would take the microseconds, or Python's."""
+    import pandas as pd
+
+    day = date(2024, 1, 2) if kind is object else 5
+    pd.DataFrame({"size": range(12), "day": pd.Series([day] * 12, dtype=kind)}).to_parquet(tmp_path / "t.parquet")
+    keys = keys_of(tmp_path, "parquet:t.parquet", task="regression", input="size", label="day")
+    with pytest.raises(UserError, match=r"^label = 'day': must be numbers \(TypeError: float\(\) argument must be"):
+        load_dataset(resolve(keys).data)
 
 
 @pytest.mark.parametrize("rows", [([1, 2], [1, 2, 3]), (["a"], ["b"]), ([[1, 2]],), ([1, 2], [1, 1e999]), ([1], 2)])

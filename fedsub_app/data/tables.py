@@ -263,8 +263,9 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
     columns = [[_column(rows, wanted, name) for name in wanted.label] for rows in both]
     if not task.classes:
         try:
-            return [torch.from_numpy(np.stack([c.to_numpy(np.float64) for c in part], 1)).float() for part in columns]
-        except ValueError as error:
+            parts = [[c.astype(object).to_numpy(np.float64) for c in part] for part in columns]  # as objects: no dates
+            return [torch.from_numpy(np.stack(part, 1)).float() for part in parts]
+        except (TypeError, ValueError) as error:
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
     if len(wanted.label) != 1:
         raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
