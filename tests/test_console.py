@@ -31,6 +31,7 @@ def test_a_rounds_line() -> None:
         "round  7/50  left 3:07 min  warm-up  global 93.21 %  train loss 0.1235  clients 6/6  epsilon 1.23  "
         f"{sent}  partial: 2 of 6 replies"
     )
+    assert "train loss 2.5e-07  clients" in printed(train_loss=2.5e-7), "as of a regression of small numbers"
     late = [{"client": client, "reason": "late"} for client in range(4)]
     said = printed(3720.0, status="abandoned", abandoned="why", dropped=late, not_waited_for=[5], partial="1 of 6")
     dropped = "  ".join(f"dropped client {client}: late" for client in range(3))

@@ -45,7 +45,7 @@ def round_line(line: Json, settings: Settings, score: Score, seconds_left: float
     words += [line["stage"]] if "stage" in line else []
     words += [f"{kind_of(key)} {score.text(line[key])}" for key in score.keys if key in line]
     if (loss := line.get("train-loss")) is not None:
-        words.append(f"train loss {loss:.4f}")
+        words.append(f"train loss {loss:.4f}" if abs(loss) >= 0.01 else f"train loss {loss:.3g}")
     dropped, others = line.get("dropped", ()), line.get("not-waited-for", ())
     words.append(f"clients {len(line['clients']) - len(dropped) - len(others)}/{len(line['clients'])}")
     if line.get("epsilon") is not None:
