@@ -373,6 +373,16 @@ def test_a_column_of_vectors(tmp_path: Path, kind: str) -> None:
     assert x[:4, -2:].tolist() == [[-1, 0], [1, 0], [-1, 0], [1, 0]]
 
 
+def test_a_group_without_test_samples_is_named(tmp_path: Path) -> None:
+    """Where no sample has a class, the message names none."""
+    rows = "\n".join(f"{k},{k},{'small' if k == 1 else 'large'}" for k in range(12))
+    (tmp_path / "t.csv").write_text(f"size,dose,site\n{rows}\n")
+    keys = keys_of(tmp_path, "csv:t.csv", task="regression", input="size", label="dose", group="site")
+    run = resolve(keys | {"partition": "column", "num-clients": 2})
+    with pytest.raises(UserError, match=r"the test set has no sample of client 1's sources small; use 'holdout'$"):
+        make_partition(load_dataset(run.data), run.partitioning)
+
+
 @pytest.mark.parametrize("kind", ["datetime64[ns]", "timedelta64[s]", object])
 def test_dates_are_no_numbers_to_learn(tmp_path: Path, kind: Any) -> None:
     """A date in a file becomes one of pandas' types, of which NumPy would take the microseconds, or Python's."""

@@ -144,7 +144,8 @@ def _test_by_label(dataset: Dataset, train: Sequence[Tensor]) -> list[Tensor]:
         if not len(shared[key]):
             labels = sorted({kind % dataset.label_count for kind in key})
             sources = ", ".join(sorted({dataset.sources[kind // dataset.label_count] for kind in key}))
-            lacking = f"no sample of client {client}'s labels {labels} of {sources}"
+            whose = f"labels {labels} of {sources}" if dataset.has_classes else f"sources {sources}"
+            lacking = f"no sample of client {client}'s {whose}"
             raise UserError(f"client-test = 'labels': the test set has {lacking}; use 'holdout'")
         tests.append(shared[key])
     return tests
