@@ -38,13 +38,6 @@ class Client(ClientTools):
 
     # --- called by the ClientApp ------------------------------------------------------------------------------------
 
-    def _named(self, said: str, value: Any) -> Tensors:
-        """Return what a hook returned; TypeError, with what is no tensor, if it is not tensors by name."""
-        wrong = {n: x for n, x in value.items() if not isinstance(x, Tensor)} if isinstance(value, Mapping) else value
-        if not isinstance(value, Mapping) or wrong:
-            raise TypeError(f"{type(self).__name__} {said} {shown(wrong)}: must be tensors by name")
-        return dict(value)
-
     def run_training(self, sent: Tensors, config: Json, measuring: bool = False) -> Update:
         """Train, or measure after the merge, and return the update with its costs."""
         start, before = time.perf_counter(), [(name, tensor, tensor._version) for name, tensor in sent.items()]
@@ -60,8 +53,9 @@ class Client(ClientTools):
         live = {x.untyped_storage().data_ptr() for x in self.network.tensors.values()}  # the next client's as well
         copied = {n: x.detach().clone() if x.untyped_storage().data_ptr() in live else x for n, x in answer.items()}
         for name, x in self.metrics.items():
-            with explained(f"{type(self).__name__}.metrics has {name!r} as {shown(x)}"):
-                self.metrics[name] = x if type(x) in (int, float) else float(x)
+            if type(x) not in (int, float):
+                with explained(f"{type(self).__name__}.metrics has {name!r} as {shown(x)}"):
+                    self.metrics[name] = float(x)
         self.metrics["flops"] = self.flops
         self.metrics["published-flops"] = self.published_flops
         self.metrics.setdefault("subnet-flops", self.flops)
@@ -88,3 +82,10 @@ class Client(ClientTools):
         if self.flops:
             metrics["flops"] = self.flops
         return Update(self.id, {}, metrics, len(splits[""][1]))
+
+    def _named(self, said: str, value: Any) -> Tensors:
+        """Return what a hook returned; TypeError, with what is no tensor, if it is not tensors by name."""
+        wrong = {n: x for n, x in value.items() if not isinstance(x, Tensor)} if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping) or wrong:
+            raise TypeError(f"{type(self).__name__} {said} {shown(wrong)}: must be tensors by name")
+        return dict(value)
