@@ -130,8 +130,7 @@ class FedTiny(Asked):
         return Task(client, self.current | masks, {"candidates": len(self.candidates)})
 
     def expected(self, client: int) -> Mapping[str, Spec]:
-        losses = Spec((self.options.candidates,), low=self.score.losses[0])
-        return {LOSSES: losses} if self.stage(self.round) else super().expected(client)
+        return {LOSSES: Spec((self.options.candidates,))} if self.stage(self.round) else super().expected(client)
 
     def findings(self) -> Mapping[str, Spec]:
         return {**super().findings(), **{f"{SLOPE}{name}": Spec((count,)) for name, count in self.counts.items()}}
