@@ -5,12 +5,11 @@ for both are :class:`~fedsub_app.training.client.ClientTools`': ``load``, ``fit`
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, explained, shown
+from fedsub_app.common.errors import UserError, explained, misfit, shown
 from fedsub_app.common.tensors import Json, Tensors, unprefixed
 from fedsub_app.federation.protocol import GLOBAL, Update
 from fedsub_app.training.client import ClientTools
@@ -85,7 +84,6 @@ class Client(ClientTools):
 
     def _named(self, said: str, value: Any) -> Tensors:
         """Return what a hook returned; TypeError, with what is no tensor, if it is not tensors by name."""
-        wrong = {n: x for n, x in value.items() if not isinstance(x, Tensor)} if isinstance(value, Mapping) else value
-        if not isinstance(value, Mapping) or wrong:
-            raise TypeError(f"{type(self).__name__} {said} {shown(wrong)}: must be tensors by name")
+        if wrong := misfit(value, Tensor):
+            raise TypeError(f"{type(self).__name__} {said} {wrong}: must be tensors by name")
         return dict(value)

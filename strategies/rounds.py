@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.errors import UserError, misfit, shown
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.nodes import draw, takes_part
 from fedsub_app.federation.phase import Dropped, Phase
@@ -54,10 +54,8 @@ def ask(
     task, extra = partial(with_state, strategy, strategy.task), kept_rounds(strategy, config)
     extra |= {"lr": config["lr"]} if "lr" in config else {}
     for hook, of in (("expected", Spec), ("metrics", Range)) if clients else ():
-        found: object = getattr(strategy, hook)(clients[0])
-        wrong = {n: x for n, x in found.items() if not isinstance(x, of)} if isinstance(found, Mapping) else found
-        if not isinstance(found, Mapping) or wrong:
-            what = f"returned {shown(wrong)[:100]}: must be strategies.base.{of.__name__} by name"
+        if wrong := misfit(getattr(strategy, hook)(clients[0]), of):
+            what = f"returned {wrong}: must be strategies.base.{of.__name__} by name"
             raise UserError(f"{type(strategy).__name__}.{hook} {what}")
     merging = Merging(strategy)
     if kind == MessageType.TRAIN and strategy.settings.secure_aggregation:

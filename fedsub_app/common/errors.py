@@ -1,7 +1,7 @@
 """The one error class whose message is written for the user, and the functions that turn other errors into it."""
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
@@ -29,6 +29,12 @@ def shown(value: object) -> str:
     except RecursionError:
         text = f"a {type(value).__name__}, nested too deeply"
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def misfit(value: object, kind: type) -> str:
+    """Show what has another kind than ``kind`` in a mapping, or a value that is no mapping; "" if all is right."""
+    wrong = {n: x for n, x in value.items() if not isinstance(x, kind)} if isinstance(value, Mapping) else value
+    return shown(wrong) if wrong or not isinstance(value, Mapping) else ""
 
 
 def one_line(error: BaseException) -> str:
