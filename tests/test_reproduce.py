@@ -553,9 +553,13 @@ def test_unknown_names_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors[1] == "error: /nonexistent: not the directory of a run (no readable settings.json)"
 
 
-def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path) -> None:
-    folders = [str(run_local(name, method=name)[1]) for name in ("fedavg", "fedprox")]
-    assert cli.main(["report", *folders, "--out", str(tmp_path / "curves.png")]) == 0
+def test_report_draws_runs_into_one_picture(run_local: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says of methods on other clients' data that their scores are of other problems."""
+    clients = {"fedavg": 3, "fedprox": 3, "fednova": 4}
+    folders = [str(run_local(name, method=name, num_clients=count)[1]) for name, count in clients.items()]
+    for count, said in ((2, False), (3, True)):
+        assert cli.main(["report", *folders[:count], "--out", str(tmp_path / "curves.png")]) == 0
+        assert ("These runs differ in their data: num-clients\n" in capsys.readouterr().out) == said
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 

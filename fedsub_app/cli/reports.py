@@ -24,7 +24,7 @@ def report(
     from fedsub_app.reports.compare import cost_text, summary_text
     from fedsub_app.reports.html import write_html
     from fedsub_app.reports.pictures import figure_of_curves, write_picture
-    from fedsub_app.reports.records import grouped
+    from fedsub_app.reports.records import grouped, unlike
     from fedsub_app.runs.recorded import new_path, runs_folder
 
     groups = grouped(folders)
@@ -42,6 +42,8 @@ def report(
             print(link(path))
     if len(folders) > 1:
         print("", summary_text(groups), "", sep="\n")
+        if keys := unlike(groups):
+            print(f"These runs differ in their data: {', '.join(keys)}\n")
         if costs := cost_text(groups):
             show(costs)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fedsub_app.common.errors import UserError, escaped
 from fedsub_app.common.files import read_json
 from fedsub_app.common.section import Value
+from fedsub_app.data.settings import DataSettings, PartitionSettings
 from fedsub_app.reports.curves import COSTS, Group, RunData, curves
 from fedsub_app.reports.pictures import draw_partition, figure_of_curves, write_picture
 from fedsub_app.runs.recorded import OWN_CODE, resume_command
@@ -103,6 +104,12 @@ def differing_keys(records: Sequence[RunData]) -> list[str]:
     for key in dict.fromkeys(key for settings in every for key in settings):
         values_of[key] = {repr(settings.get(key)) for settings in every if key in settings or "." not in key}
     return [key for key, values in values_of.items() if len(values) > 1]
+
+
+def unlike(groups: Sequence[Group]) -> list[str]:
+    """Return the keys of data and partition in which groups differ: their scores are of other problems."""
+    fields = DataSettings.model_fields | PartitionSettings.model_fields
+    return [key for key in differing_keys([group.records[0] for group in groups]) if key.replace("-", "_") in fields]
 
 
 def grouped(folders: Sequence[Path]) -> list[Group]:
