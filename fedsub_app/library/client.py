@@ -55,7 +55,8 @@ def client_app(
         ``context.node_config`` is the node's, with the client as ``partition-id`` and the number of all clients as
         ``num-partitions``. A process calls ``data`` once a client and run; with over 256 clients it may call again.
     task : your own task; give it to the strategy as well. Other tasks are only named to the strategy.
-    loss : (output, y) -> the mean loss of a batch, differentiable; default: the task's.
+    loss : (output, y) -> the mean loss of a batch, differentiable; default: the task's. A regression's y are
+        [n, k], [n, 1] where ``data`` has [n].
     metrics : (output, y) -> name (one word) -> mean over a batch: further metrics that clients report with the score.
     collate : items of a map-style data set -> (x, y), or a mapping with ``label`` or ``labels``; default: stacks them.
     optimizer : (parameters, lr) -> a ``torch.optim.Optimizer`` that replaces SGD; it is made anew in every round.
