@@ -229,7 +229,7 @@ def test_random_crops_are_an_images_own(data_dir: Path, brightness: type[Brightn
 
 
 def test_images_in_memory_are_read_as_the_nearest_bytes() -> None:
-    """Those of digits are sixteenths."""
+    """The pixels of digits are sixteenths."""
     image = Pictures.all_of((torch.arange(17) / 16).view(1, 1, 1, 17)).read(0)
     assert np.asarray(image).tolist() == [[[round(255 * k / 16)] * 3 for k in range(17)]]
 

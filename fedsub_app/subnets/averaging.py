@@ -208,9 +208,11 @@ def check(old: Mapping[str, Tensor], update: Contribution) -> None:
                 raise ValueError(f"slice of tensor {name} {error}") from None
         if x.shape != shape:
             raise ValueError(f"tensor {name} has shape {tuple(x.shape)}, {whose} {tuple(shape)}")
-        if name in masks and masks[name].dtype != torch.bool:
+        if name not in masks:
+            continue
+        if masks[name].dtype != torch.bool:
             raise ValueError(f"mask {name} has dtype {masks[name].dtype}; allowed: torch.bool")
         try:
-            masks.get(name, x).expand(shape)
+            masks[name].expand(shape)
         except RuntimeError:
             raise ValueError(f"mask {name} has shape {tuple(masks[name].shape)}, its tensor {tuple(shape)}") from None
