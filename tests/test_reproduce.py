@@ -148,6 +148,7 @@ def test_a_table_is_run_written_and_not_run_twice(
     assert capsys.readouterr().out.count("done  ") == 4
     rows = list(csv.reader((out / "my-small.csv").open()))
     assert rows[0] == list(reproduce.table_header(Score()))
+    assert len(set(rows[0])) == len(rows[0])
     fedavg = rows[1]
     finals = [
         json.loads((out / f"digits-fedavg/seed{seed}/summary.json").read_text())["final-global-accuracy"]

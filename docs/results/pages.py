@@ -242,25 +242,27 @@ def picture(title: str, draw: Any, width: float, height: float, source: str) -> 
     return text.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1)  # svg() keeps the other one
 
 
-def draw_table(axes: Any, lines: Sequence[Curve], ends: Sequence[float | None]) -> None:
-    """Draw learning curves with their bands, the paper's final numbers dotted in the same colours."""
+def draw_table(axes: Any, lines: Sequence[Curve], ends: Sequence[float | None], names: Sequence[str]) -> None:
+    """Draw curves with their bands, the paper's final numbers dotted in the same colours; ``names``: of both axes."""
     low, high = limits_of(lines)
     high = max([high, *(end + 1 for end in ends if end)])
     draw_lines(axes, lines, "round", (low, high))
     for number, end in enumerate(ends):
         if end is not None:
             axes.axhline(end, color=colour(number), linestyle=":", linewidth=0.8)
-    axes.set_ylabel("accuracy (%)")
+    axes.set(xlabel=names[0], ylabel=names[1])
 
 
 def curves(table: str) -> tuple[list[str], dict[Path, str]]:
     """Return the learning curves of a table's settings whose rounds were kept: lines of a page, and the pictures."""
     content, links, drawn = data()[table], [], {}
+    names = content.get("axes", ("round", "accuracy (%)"))
     for place, setting in enumerate(dict.fromkeys(row["setting"] for row in content["rows"]), 1):
         lines, ends = curves_of(content, setting)
         if any(len(line.mean) > 2 for line in lines):
-            file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends)
-            links.append(f"![{setting}: learning curves with one standard deviation; dotted: the paper]({file})")
+            file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends, names=names)
+            shown = names[1] if "axes" in content else "learning curves"
+            links.append(f"![{setting}: {shown} with one standard deviation; dotted: the paper]({file})")
             source = repr([(line.label, line.x, line.mean, line.low) for line in lines] + ends)
             drawn[HERE / file] = picture(f"{table}, {setting}", draw, 7, 3.6, source)
     return links, drawn
