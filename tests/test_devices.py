@@ -437,6 +437,26 @@ def test_fedpart_refuses_devices_of_which_fewer_hold_what_a_round_trains_than_it
         made(two, method="fedpart", **keys)
 
 
+def test_fedpart_is_held_against_the_rounds_that_the_run_has(tmp_path: Path) -> None:
+    """From deep to shallow groups of 330, 4,128 and 8,320 of 16,970 parameters, two rounds each."""
+    path = tmp_path / "small.toml"
+    path.write_text('[[class]]\nname = "small"\nshare = 1\nwidth = 0.3\n')
+    keys = {"method": "fedpart", "fedpart.full-rounds": 0, "fedpart.order": "deep"}
+    made(str(path), **keys, num_rounds=4)
+    with pytest.raises(UserError, match="devices: no class can hold layer group 2, which round 5 trains"):
+        made(str(path), **keys, num_rounds=5)
+
+
+def test_with_noise_fedpart_divides_by_the_clients_that_can_hold_the_round(two: str) -> None:
+    """Two of four can hold the whole network: each changes every value by 1, and so does their mean."""
+    keys: dict[str, Any] = {"dp_noise_multiplier": 0.01, "clip_norm": 1.0, "weighting": "uniform"}
+    strategy = made(two, method="fedpart", **keys)
+    mean = _empty_mean(strategy)
+    mean.add([Contribution({name: x + 1 for name, x in strategy.current.items()})] * 2)
+    for name, new in mean.result().items():
+        assert float((new - strategy.current[name]).mean()) == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
 def test_a_reply_of_another_width_or_of_rows_that_were_not_sent_is_refused(method: str, two: str) -> None:
     strategy = made(two, method=method)

@@ -10,6 +10,7 @@ from helpers import SAME, away, forgetful, merge_round, problem_of, read
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_methods import made as of_method
 from torch.nn import functional as F
 
 from fedsub_app.common.errors import UserError
@@ -259,6 +260,18 @@ def play(made: FedPart, rounds: list[list[int]]) -> list[dict[int, set[int]]]:
     return sent
 
 
+def test_as_published_each_client_begins_with_a_network_of_its_own() -> None:
+    """The group that it neither trains nor was sent stays as it began."""
+    server, client = of_method("fedpart", fedpart__stale="faithful")
+    owns = []
+    for number in (0, 1):
+        worker = client(number, 2, {})
+        worker.run_training({}, {"group": 0})
+        owns.append(worker.own["fc2.weight"])
+    assert not owns[0].equal(owns[1])
+    assert not any(own.equal(server.current["fc2.weight"]) for own in owns)
+
+
 def test_who_was_away_gets_what_stale_promises() -> None:
     """Rounds: full, 0, 0, 1, 1, 2; client 1 is away in rounds 3 and 4, client 2 comes in round 5 only."""
     rounds = [[0, 1], [0, 1], [0], [0], [0, 1, 2], [0, 1, 2]]
@@ -312,6 +325,23 @@ def test_equal_states_are_the_plain_mean() -> None:
     torch.testing.assert_close(made.current["fc1.weight"], torch.ones(32, 5))
 
 
+def test_similarities_by_hand() -> None:
+    """First moments of 1, second ones of 0 and of 1: cosines with (1, 0.5). The step of 0.5 is the model's."""
+    made = strategy(fedpart__momentum="similarity", num_clients=2, server_lr=0.5)
+    updates, start = [answer(made, client) for client in range(2)], made.current["fc1.weight"]
+    for client, update in enumerate(updates):
+        for name, tensor in update.tensors.items():
+            if name.startswith("second/") or name == "fc1.weight":
+                tensor.fill_(float(client))
+    said = merge_round(made, updates)
+    first, second = 1 / 1.25**0.5, 1.5 / 2.5**0.5
+    assert said["similarity"] == pytest.approx([first, second], abs=1e-5)
+    share = second / (first + second)
+    torch.testing.assert_close(made.current["fc1.weight"], (start + share) / 2)
+    torch.testing.assert_close(made.moments["second/fc1.weight"], torch.full((32, 5), share))
+    torch.testing.assert_close(made.moments["first/fc1.weight"], torch.ones(32, 5))
+
+
 def test_the_largest_step_count_is_merged() -> None:
     """As published: clients with more batches have taken more steps."""
     made = strategy(fedpart__momentum="mean", fedpart__full_rounds=0, local_steps=3)
@@ -354,6 +384,19 @@ def test_a_client_against_the_others_does_not_count() -> None:
     expected = (first * 0 + second * 1) / (first + second)
     torch.testing.assert_close(made.current["fc1.weight"], torch.full((32, 5), expected))
     assert all(bool((tensor >= 0).all()) for name, tensor in made.moments.items() if name.startswith("second/"))
+
+
+def test_the_norms_of_moments_are_those_of_gradients() -> None:
+    """First moments of 2, second ones of 9, whose roots are 3."""
+    made = strategy(fedpart__momentum="mean")
+    update = answer(made, 0)
+    for name, tensor in update.tensors.items():
+        if "/" in name:
+            tensor.fill_(2.0 if name.startswith("first/") else 9.0)
+    norms = made.norms(update, made.contribution(update))
+    length = sum(tensor.numel() for tensor in made.current.values()) ** 0.5
+    assert norms["first moments"] == pytest.approx(2 * length)
+    assert norms["second moments"] == pytest.approx(3 * length)
 
 
 def test_bad_moments_are_refused() -> None:
