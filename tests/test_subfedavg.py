@@ -112,6 +112,11 @@ def test_all_kinds_of_convolutions_are_pruned() -> None:
     assert plan.weights == tuple(f"{number}.weight" for number in range(len(kinds)))
 
 
+def test_of_several_normalisations_behind_a_layer_the_last_one_ranks_its_channels() -> None:
+    layers = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3)
+    assert list(prunable(nn.Sequential(*layers), "structured").scales.values()) == ["3.weight"]
+
+
 def test_the_layers_of_gpt2_are_pruned_like_linear_ones() -> None:
     """Their weights are [in, out], in a class of transformers."""
     layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 8)
@@ -584,6 +589,15 @@ def test_moon_compares_with_the_last_trained_model_cut_to_the_channels_that_are_
     assert all((tensor == 0.5).all() for name, tensor in worker.previous.items() if name.startswith("conv"))
 
 
+def test_an_attacker_keeps_what_it_has_trained() -> None:
+    """It sends ten times the change; the output's bias is sent whole."""
+    strategy, client = made(attack="scale", attackers=1, attack_scale=10.0)
+    worker, start = client(0, 1, {}), strategy.current["fc2.bias"]
+    update = worker.run_training(dict(strategy.task(0).tensors), {})
+    torch.testing.assert_close(update.tensors["fc2.bias"], start + 10 * (worker.own["fc2.bias"] - start))
+    assert not worker.own["fc2.bias"].equal(start)
+
+
 @pytest.mark.parametrize("pruning", ["structured", "hybrid"])
 @pytest.mark.parametrize(
     ("model", "shape"), [("lenet5-bn", (3, 32, 32)), ("feature-mlp", (20,)), ("resnet18", (3, 32, 32))]
@@ -656,6 +670,19 @@ def test_networks_of_different_widths_are_averaged_over_the_keepers() -> None:
     assert mean["fc1.weight"].tolist() == [[0.0, 1.0], [2.5, 5.5], [5.0, 5.5]]
     assert mean["fc1.bias"].tolist() == [5.0] * 3
     assert said["pruned-fraction"] == pytest.approx((1 + 8 + 3) / 17 / 3)
+
+
+def test_the_pruned_fraction_is_of_all_clients_and_the_cost_of_those_that_answered() -> None:
+    """Of 17 parameters client 0 prunes 1 and client 1, which then loses its state, 8; in round 2 client 2 prunes 3."""
+    strategy = tiny()
+    said = merge_round(strategy, three(strategy)[:2])
+    assert said["pruned-fraction"] == pytest.approx((1 + 8) / 17 / 3)
+    assert said["published-bytes"] == sum(strategy.plan.published_bytes(masks) for masks in strategy.masks[:2])
+    strategy.forget(1)
+    assert all(mask.all() for mask in strategy.masks[1].values())
+    strategy.round = 2
+    said = merge_round(strategy, three(strategy)[2:])
+    assert said["pruned-fraction"] == pytest.approx((1 + 3) / 17 / 3)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
