@@ -27,7 +27,7 @@ from fedsub_app.runs.console import round_line, summary_table
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
-from fedsub_app.subnets.privacy import NoisyMean, epsilon, secret_normal
+from fedsub_app.subnets.privacy import NoisyMean, epsilon, noisy, secret_normal
 from fedsub_app.subnets.robust import clipped
 from strategies.rounds import check_defences
 
@@ -173,6 +173,15 @@ def test_a_client_clips_its_change_and_adds_its_share() -> None:
     share = 2.0 * 0.5 / 3**0.5  # of three clients: in the sum of their answers it is 2 times 0.5
     assert float(moved.mean()) == pytest.approx(0.5 / len(moved) ** 0.5, abs=5 * share / len(moved) ** 0.5)
     assert float(moved.std()) == pytest.approx(share, rel=0.02)
+
+
+def test_a_client_clips_the_norm_of_its_whole_change_by_hand() -> None:
+    """Changes of 3 and of 4 are together of norm 5: half of them is of norm 2.5."""
+    old = {"w": torch.tensor([3.0, 0.0]), "v": torch.tensor([4.0])}
+    x = {"w": torch.tensor([3.0, 3.0]), "v": torch.tensor([8.0])}
+    for limit, w, v in ((2.5, [3.0, 1.5], [6.0]), (5.0, [3.0, 3.0], [8.0])):
+        sent = noisy(x, old, limit, 0.0, draws())
+        assert (sent["w"].tolist(), sent["v"].tolist()) == (w, v)
 
 
 def test_the_servers_mean_of_noisy_answers_has_the_noise_of_the_servers_own() -> None:

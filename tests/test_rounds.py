@@ -19,7 +19,7 @@ from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
 from strategies.bounding import Bounds, reach
 from strategies.direction import agreement
-from strategies.harm import LOSS, SUSPECTED, WATCHED, harmless
+from strategies.harm import LOSS, SUSPECTED, WATCHED, far_worse, harmless
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
@@ -349,6 +349,8 @@ def test_updates_agree_where_they_have_the_same_tensors() -> None:
         ([1, 1.4], 10, {WATCHED: [2, 2, 0, 0]}, [1]),  # not the last one
         ([1, 1, 1, 1.4], 1, {WATCHED: [0, 0, 0, 1]}, []),  # eleven rounds ago
         ([0.6, 0.6, 0.6, 1.8], 1, {}, []),
+        ([-2, -2, -2, 3], -2, {}, []),  # -0.75; a loss below 0 may rise by half of its size, and 0.3: -0.7
+        ([-2, -2, -2, 3.6], -2, {}, [3]),
         ([0.6, 0.6, 0.6, 1.8], 1, {SUSPECTED: [2, 0, 0, 0]}, [3]),  # any loss above the best one's is suspect
     ],
 )
@@ -358,7 +360,7 @@ def test_whose_update_is_left_out(losses: list[float], last: float, usual: Json,
     made.round, made.facts = 12, Facts([10] * 4, 1.0, lambda model: float(model["w"][0]))
     made.good = {LOSS: torch.tensor(0.5)}
     before = {key: torch.tensor(rounds) for key, rounds in usual.items()}  # type: ignore[arg-type]
-    made.usual = {LOSS: torch.tensor([last + 1, last], dtype=torch.float64)} | before
+    made.usual = {LOSS: torch.tensor([last, last + 1], dtype=torch.float64)} | before
     updates = [update(client, value=loss) for client, loss in enumerate(losses)]
     valid = [Valid(each, made.contribution(each), {}) for each in updates]
     kept, dropped = harmless(made, valid)
@@ -367,6 +369,35 @@ def test_whose_update_is_left_out(losses: list[float], last: float, usual: Json,
     assert all(int(made.usual[WATCHED][client]) == 12 for client in left_out)
     made.judged = False
     assert harmless(made, valid) == (valid, [])
+
+
+def test_krum_keeps_as_many_updates_as_it_compares() -> None:
+    """Of five with a hostile one it compares no fewer, however bad the merged model is."""
+    made = strategy(**{"num-clients": 5, "mean": "krum", "weighting": "uniform", "byzantine-clients": 1})
+    made.round, made.facts = 12, Facts([10] * 5, 1.0, lambda model: float(model["w"][0]))
+    made.usual = {LOSS: torch.tensor([1.0], dtype=torch.float64)}
+    updates = [update(client, value=9.0) for client in range(5)]
+    valid = [Valid(each, made.contribution(each), {}) for each in updates]
+    assert harmless(made, valid) == (valid, [])
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(32, [31]), (33, [])])
+def test_up_to_32_updates_are_tried_one_by_one(count: int, left_out: list[int]) -> None:
+    made = strategy(**{"num-clients": count})
+    made.round, made.facts = 12, Facts([10] * count, 1.0, lambda model: float(model["w"][0]))
+    made.usual = {LOSS: torch.tensor([1.0], dtype=torch.float64)}
+    updates = [update(client, value=100.0 if client == count - 1 else 1.0) for client in range(count)]
+    _, dropped = harmless(made, [Valid(each, made.contribution(each), {}) for each in updates])
+    assert [drop.client for drop in dropped] == left_out
+
+
+def test_the_losses_of_the_last_five_models_are_remembered() -> None:
+    made = strategy()
+    made.facts = Facts([10] * 4, 1.0, lambda _: 1.0)
+    for number in range(1, 9):
+        made.round = number
+        assert far_worse(made, 1.0 + number / 8, [0]) == ""
+    assert made.usual[LOSS].tolist() == [1.5, 1.625, 1.75, 1.875, 2.0]
 
 
 def test_what_clients_say_that_a_sample_costs_counts_up_to_one_and_a_half_times_the_median() -> None:

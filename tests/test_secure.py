@@ -220,6 +220,17 @@ def test_a_threshold_of_one_or_more_than_all_neighbours_is_refused(least: int, n
         Member(0).share({other: Member(other).public for other in range(1, neighbours + 1)}, least)
 
 
+@pytest.mark.parametrize("others", [(1, 2), (1, 2, 3, 9)])
+def test_a_client_masks_with_too_few_neighbours_or_a_stranger_nothing(others: tuple[int, ...]) -> None:
+    """Three shares reveal a secret; client 9 has sent no key."""
+    members = [Member(client) for client in range(4)]
+    for member in members:
+        member.share({other.client: other.public for other in members if other is not member}, 3)
+    said = f"shares of {len(others)} neighbours: at least 3 are needed"
+    with pytest.raises(ProtocolError, match=said):
+        members[0].masked(np.zeros(3, np.uint32), dict.fromkeys(others, b""))
+
+
 def test_shares_of_another_client_or_changed_ones_are_not_taken() -> None:
     first, second, third = (Member(client) for client in range(3))
     keys = {member.client: member.public for member in (first, second, third)}
