@@ -36,7 +36,7 @@ class FedPartClient(Client):
                 optimizer.steps[name].copy_(there[STEPS][k])
         training.run(self.batches())
         answer = chosen(self.keep_own(), names)
-        if self.options.momentum == "none" or not training.steps or not optimizer.parameters:
+        if self.options.momentum == "none" or not optimizer.parameters:
             return answer
         steps = torch.stack(list(optimizer.steps.values())).to(torch.int64)
         return answer | prefixed(FIRST, optimizer.first) | prefixed(SECOND, optimizer.second) | {STEPS: steps}
