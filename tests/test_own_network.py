@@ -1067,3 +1067,18 @@ def test_runs_of_one_process_in_one_folder_have_each_the_file_as_it_is(run_local
         run_local(folder, model=f"{file}:net", num_rounds=1, lr=0.1)
         losses.append(rounds(tmp_path / folder)[-1]["global-loss"])
     assert losses[0] != losses[1] == losses[2]
+
+
+def test_units_behind_a_gru_are_found() -> None:
+    """A Linear before a GRU, whose units torch-pruning does not follow, hides no units of other layers."""
+    layers = nn.Linear(6, 12), nn.GRU(12, 10, batch_first=True), nn.Linear(10, 16), nn.Linear(16, 3)
+
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.gru, self.hidden, self.head = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.hidden(self.gru(self.before(x).relu())[0][:, -1]).relu())
+
+    assert [group.name for group in unit_groups(adopted(Read(), (7, 6)))] == ["hidden"]

@@ -97,7 +97,11 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
         if reason := COMPUTED if is_parametrized(module) else _inseparable(kinds, node, pruner, names):
             reasons[names[module]] = reason
             continue
-        items = graph.get_pruning_group(module, pruner, [0])
+        try:
+            items = graph.get_pruning_group(module, pruner, [0])
+        except Exception:  # such as a Linear before a GRU, whose weights torch-pruning takes for loose ones
+            reasons[names[module]] = "its units are not followed to their end"
+            continue
         written = {item.dep.target.module for item in items if _writes(item)} & turns.keys()
         seen |= written
         if last in written or (last not in names and any(item.dep.target.module is last for item in items)):
