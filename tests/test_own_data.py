@@ -559,12 +559,29 @@ BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
             "column 'x' has 8 empty or infinite values; must have",
         ),
         ("csv:t.csv", {"t.csv": "x,kind\n" + "1,1\n2,inf\n" * 9}, "column 'kind' has 9 empty or infinite values; must"),
+        (
+            "csv:t.csv",
+            {"t.csv": "x,kind\n" + "1,yes\n2,NA\n" * 9},
+            "has 9 empty or infinite values; must have none; words such as NA,",
+        ),
         ("csv:t.csv", {"t.csv": "kind\na\nb\n" * 9}, "dataset = 'csv:t.csv': no column of inputs besides kind"),
         ("parquet:t.parquet", {"t.parquet": "PAR1"}, r"^t.parquet: not a readable parquet file \("),
         ("hf:{}/some", {"some/test.csv": "x,kind\n1,a\n"}, "/some': has test; must have train$"),
         ("load.py:load", {"load.py": BROKEN}, "dataset = 'load.py:load': ValueError: no database$"),
     ],
-    ids=["split", "no test", "no training", "too few", "inf", "class inf", "no inputs", "parquet", "hf", "code"],
+    ids=[
+        "split",
+        "no test",
+        "no training",
+        "too few",
+        "inf",
+        "class inf",
+        "word",
+        "no inputs",
+        "parquet",
+        "hf",
+        "code",
+    ],
 )
 def test_a_table_that_is_not_one_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, str], said: str

@@ -653,6 +653,18 @@ class Last(nn.Sequential):
         return x
 
 
+class Beside(nn.Module):
+    """A recurrent layer's last output beside that of a linear one; torch-pruning does not follow it."""
+
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn, self.side, self.hidden, self.head = rnn, nn.Linear(16, 4), nn.Linear(14, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(2)
+        return self.head(self.hidden(torch.cat([self.rnn(x)[0][:, -1], self.side(x[:, 0])], 1)).relu())
+
+
 @pytest.mark.parametrize(
     ("network", "said"),
     [
@@ -663,6 +675,10 @@ class Last(nn.Sequential):
             "1: 2, a LayerNorm, computes",
         ),
         (Last(nn.Flatten(2), nn.GRU(16, 5), nn.Linear(5, 3)), "from a Last: 1: the units of a GRU read each other"),
+        (
+            Beside(nn.GRU(16, 5, bidirectional=True)),
+            "no units are known for a Beside: rnn: the units of a GRU read each",
+        ),
         (
             nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(16, 4)), nn.ReLU(), nn.Linear(4, 3)),
             "1: its weight is computed from other tensors",

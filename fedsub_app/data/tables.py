@@ -224,7 +224,8 @@ def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series
     empty = column.isna()  # pandas' own types have empty values that isfinite does not know
     if bad := int((empty | np.isinf(column) if column.dtype.kind == "f" else empty).sum()):
         what = f"column {name!r} has {bad} empty or infinite values"
-        raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none")
+        words = "; words such as NA, None and null count as empty" * wanted.dataset.startswith(("csv:", "tsv:"))
+        raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none{words}")
     return column
 
 

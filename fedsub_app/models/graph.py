@@ -42,12 +42,16 @@ def traced_groups(model: nn.Module, in_shape: Shape) -> tuple[UnitGroup, ...]:
         groups = _passing(ghost, x, offered, reasons)
     except Exception as error:  # torch-pruning takes many networks, not all
         turned = any(map(is_turned, model.modules()))
-        why = "its layers are transformers' Conv1D, [in, out]" if turned else one_line(error)[:200]
+        why = "its layers are transformers' Conv1D, [in, out]" if turned else _first(reasons) or one_line(error)[:200]
         raise TypeError(f"no units are known for a {type(model).__name__}: {why}") from error
     if not groups:
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
-        raise TypeError(f"no units can be removed from a {type(model).__name__}: {why or 'it has one layer'}")
+        why = _first(reasons) or "it has one layer"
+        raise TypeError(f"no units can be removed from a {type(model).__name__}: {why}")
     return tuple(groups)
+
+
+def _first(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
 
 
 def _randomised(model: nn.Module, x: Batch) -> nn.Module:
@@ -81,12 +85,12 @@ def _offered(model: nn.Module, x: Batch, reasons: dict[str, str]) -> list[UnitGr
 
     names = {module: name for name, module in model.named_modules()}
     turns = {module: turn for turn, (_, module) in enumerate(executed(model))}
+    recurrent = {m: name for m, name in names.items() if isinstance(m, nn.RNNBase | nn.RNNCellBase)}
+    reasons |= {name: f"the units of a {type(module).__name__} read each other" for module, name in recurrent.items()}
     with torch.enable_grad():
         graph = torch_pruning.DependencyGraph().build_dependency(model, x, verbose=False)
     last = next(iter(graph.module2node))  # it is built from the output
     tensors, kinds = tensors_of(model), graph.ops.OPTYPE
-    recurrent = {m: name for m, name in names.items() if isinstance(m, nn.RNNBase | nn.RNNCellBase)}
-    reasons |= {name: f"the units of a {type(module).__name__} read each other" for module, name in recurrent.items()}
     seen: set[nn.Module] = set()
     offered: dict[int, UnitGroup] = {}
     for module in [m for m in graph.module2node if isinstance(m, nn.modules.conv._ConvNd | nn.Linear)]:
