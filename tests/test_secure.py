@@ -124,6 +124,13 @@ def test_the_sum_is_that_of_a_graph_that_is_not_complete(monkeypatch: pytest.Mon
     assert np.array_equal(group.open(alive), np.sum([of[client] for client in alive], axis=0, dtype=np.uint32))
 
 
+def test_of_lost_clients_without_a_neighbour_that_is_left_no_shares_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = {c: [other for other in part if other != c] for part in ((0, 1, 2, 3), (4, 5, 6)) for c in part}
+    monkeypatch.setitem(globals(), "neighbourhoods", lambda *_: (graph, 2))
+    group = Group({client: np.full(3, client + 1, np.uint32) for client in graph})
+    assert group.open([0, 1, 2, 3]).tolist() == [10] * 3
+
+
 @given(st.integers(1, 150))
 @example(COMPLETE + 1)
 @example(COMPLETE + 2)
@@ -172,12 +179,14 @@ def test_a_graph_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six clients, one corrupted, one lost, a bit of security: 1 / 2.
 
     Degree 2: a client between the two others is cut off with 6 * C(5, 1) / C(6, 2) = 2 > 1 / 2. Degree 4: two given
-    neighbours are both gone with 6 * C(4, 0) / 15 = 2 / 5; no client has 2 corrupted neighbours, and 2 lost ones.
+    neighbours are both gone with 6 * C(4, 0) / 15 = 2 / 5; no client has 2 corrupted neighbours, and 2 lost ones. That
+    is too much for two bits, 1 / 4: the graph is complete.
     """
-    for name, value in {"COMPLETE": 2, "SECURITY": 1, "CORRECTNESS": 1}.items():
-        monkeypatch.setattr(secagg, name, value)
-    degree_and_threshold.cache_clear()
-    assert degree_and_threshold(6, 0.17, 0.17) == (4, 2)
+    for bits, found in ((1, (4, 2)), (2, (5, 5))):
+        for name, value in {"COMPLETE": 2, "SECURITY": bits, "CORRECTNESS": 1}.items():
+            monkeypatch.setattr(secagg, name, value)
+        degree_and_threshold.cache_clear()
+        assert degree_and_threshold(6, 0.17, 0.17) == found
     degree_and_threshold.cache_clear()
 
 
@@ -278,6 +287,18 @@ def test_a_client_without_its_secrets_says_so(tmp_path: Path) -> None:
         kept.take()
 
 
+def test_the_training_of_another_round_deletes_what_is_left_of_one(tmp_path: Path) -> None:
+    left, first, second = (Secrets(tmp_path, *which) for which in ((3, 0), (4, 0), (4, 1)))
+    left.begin(change=torch.ones(2))
+    left.keep(Member(0))
+    left.open_once(SUM, [1], [])
+    first.begin(change=torch.ones(2))
+    second.begin(change=torch.ones(2))
+    files = sorted(path.name for path in (tmp_path / "secure").iterdir())
+    assert files == ["client-000000.opened", "round-000004"]
+    assert first.change.exists()
+
+
 def test_a_trained_client_that_diverged_keeps_and_sends_nothing(tmp_path: Path) -> None:
     shapes = {"w": [2], "b": []}
     header: Json = {"round": 1, "secure": {"shapes": shapes, "absolute": [], "public": False}}
@@ -322,6 +343,7 @@ def test_a_vector_by_hand() -> None:
     assert all(mask.all() for mask in everywhere.values())
     assert sums == {}
     assert clipped == pytest.approx(1 / 12, abs=1e-5)
+    assert scale.change(vector, 1)[1] == pytest.approx(1 / 6, abs=1e-5)
 
 
 def test_positions_absolute_values_and_sums_by_hand() -> None:
@@ -353,6 +375,15 @@ def test_positions_absolute_values_and_sums_by_hand() -> None:
     torch.testing.assert_close(sums["bits"], torch.tensor([2.0, 1.0], dtype=torch.float64))
 
 
+def test_a_whole_answer_may_contribute_positions_that_its_client_was_not_sent() -> None:
+    """As those that FedDST grows: sent are ones in the first column, the client keeps all but one position."""
+    at, own = torch.tensor([[True, False], [True, False]]), torch.tensor([[True, True], [False, True]])
+    trained, sent = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2)
+    change, covered = Layout({"w": [2, 2]}).change({"w": trained}, {"w": sent}, {"w": at}, {"w": own})
+    assert covered.tolist() == [True, True, False, True]
+    assert change.tolist() == [0, 2, 0, 4]
+
+
 @pytest.mark.parametrize("clients", [3, 255, 256, 65535, 65536])
 def test_counts_of_all_clients_do_not_overflow(clients: int) -> None:
     covered = torch.tensor([True, False, True, True, True])
@@ -378,6 +409,13 @@ def test_a_long_change_is_clipped_in_its_norm() -> None:
     torch.testing.assert_close(change, torch.tensor([0.6, 0.8], dtype=torch.float64))
     closed, _ = scale.change(scale.vector(torch.tensor([3.0, 4.0]), 0.5, torch.tensor([True, False])), 1)
     torch.testing.assert_close(closed, torch.tensor([0.3, 0.0], dtype=torch.float64))  # as if both were sent
+
+
+def test_a_change_at_the_limit_is_not_clipped_and_no_weight_is_above_one() -> None:
+    scale = Scale(1, 1.0)
+    vector = scale.vector(torch.tensor([1.0, -1.0]))
+    assert vector[2] == 0
+    assert np.array_equal(scale.vector(torch.tensor([1.0, -1.0]), 3.0), vector)
 
 
 def test_sums_are_neither_clipped_in_the_norm_nor_weighed() -> None:
@@ -496,7 +534,8 @@ def test_fedavg_is_the_plain_run_and_no_secret_is_left(run_local: Run) -> None:
     for key in ("bytes-up", "bytes-down"):  # the formula counts a byte of keys and shares as one, both ways
         more, by_formula = (lines[0][name] - other[name] for name in (key, f"formula-{key}"))
         assert 0.5 * more < by_formula < more
-    assert not [*(folder / "clients" / "secure").rglob("*.json")]
+    left = [path for path in (folder / "clients" / "secure").rglob("*") if path.is_file()]
+    assert {path.suffix for path in left} == {".opened"}, "neither secrets nor a change"
 
 
 @pytest.mark.slow
@@ -558,6 +597,7 @@ def test_a_round_opened_twice_says_so(lossy: Callable[..., Path], monkeypatch: p
     "keys",
     [
         {"num_rounds": 1, "clip_norm": 0.1},
+        {"clip_norm": 0.1, "dp_noise_multiplier": 1.0, "dp_noise_by": "clients", "weighting": "uniform"},
         {"method": "subfedavg"},  # fewer than min-contributors keep some positions, which are closed after the clip
         {"method": "fedpews", "fedpews__others": "mean", "clip_norm": 1.0},  # whose probabilities are summed besides
         {
@@ -568,7 +608,7 @@ def test_a_round_opened_twice_says_so(lossy: Callable[..., Path], monkeypatch: p
             "clip_norm": 0,
         },
     ],
-    ids=["fedavg", "closed", "sums", "weighed sums"],
+    ids=["fedavg", "noise", "closed", "sums", "weighed sums"],
 )
 def test_clients_clip_and_weigh_as_the_server_would(keys: dict[str, Any], run_local: Run) -> None:
     method = keys.get("method", "fedavg")
@@ -645,6 +685,17 @@ def test_one_client_more_abandons_the_round_and_opens_nothing(
     asked = [client for step, client in Lossy.last.asked if step == OPENED]
     assert len(asked) == len({*asked})
     assert bool(asked) is (OPENED in losses)
+
+
+def test_nobody_reveals_shares_where_a_lost_clients_key_cannot_be_put_together(
+    lossy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shares reveal a secret; clients 4 and 5 are neighbours, and each has one other, which is left."""
+    graph = {0: [1, 2, 3, 4], 1: [0, 2, 3, 5], 2: [0, 1, 3], 3: [0, 1, 2], 4: [0, 5], 5: [1, 4]}
+    monkeypatch.setattr("fedsub_app.secure.server.neighbourhoods", lambda *_: (graph, 2))
+    with pytest.raises(RunFailed, match=r"more neighbours of client [45] are lost than secure-dropouts allows"):
+        lossy({SUM: [4, 5]}, num_clients=6)
+    assert OPENED not in {step for step, _ in Lossy.last.asked}
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -930,7 +981,7 @@ def test_a_client_lost_after_its_mask_was_counted_counts_as_unchanged(lossy: Cal
 
     The vectors are given once more, because positions of two clients may have been left to one.
     """
-    keys = MASKED | {"heterofl__widths": "1"}
+    keys = MASKED | {"heterofl__widths": "1", "min_replies": 4}
     secure, start = model(lossy({SUM: [1]}, **keys)), strategy_of(settings_for(**keys)).current
     counts = torch.stack([*truth.covered.values()]).sum(0)
     assert Lossy.last.asked.count((SUM, 0)) == 2

@@ -80,7 +80,7 @@ def degree_and_threshold(clients: int, dropouts: float, corrupted: float) -> tup
         connected = runs << SECURITY <= math.comb(clients, bad + lost)
         if connected and least + _exceeded(clients, lost, degree, CORRECTNESS) <= degree + 1:
             return degree, least
-    return others, max(others - math.floor(dropouts * others), others // 2 + 1)
+    return others, others - math.floor(dropouts * others)
 
 
 def _exceeded(clients: int, marked: int, degree: int, bits: int) -> int:

@@ -121,7 +121,7 @@ class Scale:
     def change(self, total: Vector, clients: int) -> tuple[Tensor, float]:
         """Return the sum of the weighted changes of ``clients`` vectors, and the fraction of clipped values."""
         signed = torch.from_numpy(total.view(np.int32).astype(np.int64))
-        return signed[:-1].double() * self.step, float(signed[-1]) / (PARTS // self.clients) / max(clients, 1)
+        return signed[:-1].double() * self.step, float(signed[-1]) / (PARTS // self.clients) / clients
 
 
 def counting(covered: Tensor, clients: int) -> Vector:
