@@ -166,6 +166,8 @@ def test_a_drawn_width_is_any_that_the_device_holds() -> None:
     found = {(drawn.held_width(client), drawn.width(client)) for client in range(300)}
     assert found == {(held, width) for held in drawn.held_widths for width in drawn.held_widths if width <= held}
     assert len(found) > 5
+    half = made(model=four(), devices="heterofl", num_clients=300, model_width=0.5)
+    assert {*half.held_widths} == {width / 0.5 for width in drawn.held_widths if width < 0.5} | {1.0}
 
 
 def test_a_class_that_no_client_has_keeps_its_row() -> None:

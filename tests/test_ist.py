@@ -21,7 +21,7 @@ from fedsub_app.common.tensors import Json
 from fedsub_app.federation.local_grid import LocalGrid
 from fedsub_app.federation.nodes import sample
 from fedsub_app.federation.protocol import Update, formula_bytes
-from fedsub_app.models import UnitGroup, build_model, mlp, narrowed, tensors_of, unit_groups
+from fedsub_app.models import UnitGroup, adopted, build_model, mlp, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.subnets.masks import deal, expand
@@ -163,6 +163,33 @@ def test_a_units_values_are_its_clients_bit_for_bit_whatever_the_clients_weights
             assert torch.equal(select(strategy.current[name], index), update.tensors[name])
 
 
+class Beside(nn.Module):
+    """The output layer reads the hidden units and the input, whose columns belong to no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 6), nn.Linear(70, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.hidden(x.flatten(1)).relu(), x.flatten(1)], 1))  # type: ignore[no-any-return]
+
+
+def test_columns_of_no_unit_are_averaged_with_the_clients_weights() -> None:
+    """Ones of 3 samples and fives of 1: 2; a unit's column is its client's."""
+    settings = resolve(KEYS | {"num-clients": 2, "clients-per-round": 2, "weighting": "examples"})
+    strategy = IST(settings, adopted(Beside(), (1, 8, 8)))
+    strategy.round = 1
+    first = strategy.units_of(0)["hidden"]
+    updates = []
+    for client, (value, count) in enumerate([(1.0, 3), (5.0, 1)]):
+        sent = strategy.task(client).tensors
+        updates.append(Update(client, {name: torch.full_like(x, value) for name, x in sent.items()}, {}, count))
+    merge_round(strategy, updates)
+    row = strategy.current["head.weight"][0]
+    assert row[:6].tolist() == [1.0 if on else 5.0 for on in first]
+    assert row[6:].tolist() == [2.0] * 64
+
+
 @pytest.mark.parametrize("model", ["feature-mlp2", "lenet5", "lenet5-bn", "resnet18"])
 def test_what_nobody_holds_keeps_its_value(model: str, run_local: Run) -> None:
     """Cross blocks, on networks that declare their units; the units of a client that does not answer."""
@@ -274,6 +301,7 @@ def test_a_wide_run_on_two_nodes_and_resumed_is_the_same(run_local: Run, tmp_pat
         (part / f"checkpoints/round-00000{number}.safetensors").unlink()
     run_local("part", **keys, resume=True, grid=lambda app, overrides: LocalGrid(app, overrides, 2))
     assert rounds(part) == rounds(whole)
+    assert all(line["personal-accuracy"] == line["global-local-accuracy"] for line in rounds(whole)[1:])
     assert (part / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
@@ -301,6 +329,8 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         made(model="lenet5", image_size=32, ist__width=10)
     with pytest.raises(UserError, match=r"layer conv1 has 6 units for the 7 clients of a round; allowed is at least"):
         made(model="lenet5", image_size=32, num_clients=7, clients_per_round=7)
+    strategy, _ = made(model="lenet5", image_size=32, clients_per_round=6)
+    assert [int(strategy.units_of(client)["conv1"].sum()) for client in range(6)] == [1] * 6
 
 
 def test_a_small_network_of_a_width_is_the_narrowed_one() -> None:

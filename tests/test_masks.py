@@ -211,6 +211,9 @@ def test_units_are_dealt_by_the_generator() -> None:
         3,
         3,
     ]  # of 4, which are not held
+    for size, widths, held in ((10, [0.1, 0.1], [1, 1]), (20, [0.5, 0.05, 0.05, 0.05], [9, 1, 1, 1])):
+        groups = (UnitGroup("a", size, ("a.weight",), ()),)
+        assert [int(m["a"].sum()) for m in masks.deal(groups, widths, generator(0))] == held
 
 
 def test_split_gather_scatter():
