@@ -18,6 +18,7 @@ from helpers import result, rounds
 import fedsub_app.common.failures
 import fedsub_app.runs.node
 from fedsub_app.cli import main as cli
+from fedsub_app.common.failures import MachineFailed, machine_failure
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation import workers
 from fedsub_app.federation.local_grid import LocalGrid
@@ -249,3 +250,21 @@ def test_a_gpu_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     assert not fedsub_app.common.failures.gpu_lost()
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert fedsub_app.common.failures.gpu_lost()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "full"), "OSError: [Errno 28] full"),
+        (OSError(errno.EDQUOT, "quota"), "OSError: [Errno 122] quota"),
+        (OSError(errno.ENOMEM, "fork"), "out of memory: OSError: [Errno 12] fork"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory: RuntimeError: CUDA error: out of memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "out of memory: RuntimeError: CUBLAS_STATUS_ALLOC_FAILED"),
+        (MachineFailed("client 1: the GPU failed: lost"), "client 1: the GPU failed: lost"),
+        (OSError(errno.EACCES, "not yours"), ""),
+        (RuntimeError("shapes differ"), ""),
+    ],
+    ids=str,
+)
+def test_the_errors_of_a_machine(error: Exception, said: str) -> None:
+    assert machine_failure(error) == said

@@ -21,7 +21,7 @@ import fedsub_app.runs.node
 from fedsub_app.client_app import app
 from fedsub_app.common.code import code_digest, settings_digest
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.run_files import initial_file, initial_model
+from fedsub_app.common.run_files import initial_file, initial_model, kept_settings
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json, Tensors
 from fedsub_app.federation.local_grid import LocalGrid, named
@@ -929,6 +929,11 @@ def test_a_node_that_has_lost_the_settings_asks_for_them(run_local: RunLocal, tm
     _, folder = run_local("lost", grid=lambda _, keys: LocalGrid(run, keys))  # type: ignore[arg-type]
     assert rounds(folder) == rounds(whole)
     assert ["settings" in header for header in headers[:6]] == [True, False, True, False, True, False]
+
+
+def test_settings_that_are_no_text_are_lacking(tmp_path: Path) -> None:
+    (tmp_path / ".settings-1.json").write_bytes(b"\xff")
+    assert kept_settings(tmp_path, "1") == ""
 
 
 def test_a_message_is_made_again_for_a_node_that_has_lost_the_settings() -> None:

@@ -19,7 +19,7 @@ from fedsub_app.subnets.averaging import Contribution
 from strategies.base import SubnetStrategy
 from strategies.bounding import Bounds, reach
 from strategies.direction import agreement
-from strategies.harm import LOSS, SUSPECTED, WATCHED, far_worse, harmless
+from strategies.harm import ALLOWED, LOSS, SUSPECTED, WATCHED, far_worse, harmless
 from strategies.hooks import Merged
 from strategies.memory import flattened, restored
 from strategies.merging import Merging, Valid
@@ -291,11 +291,11 @@ def test_clients_that_did_not_train_bound_nobody() -> None:
 
 
 def test_a_client_with_more_samples_goes_farther() -> None:
-    """Changes of 1, 3, 2 and 2, the last two on twice the samples: 1 is usual, and 2 for those."""
+    """Changes of 1, 3, 2 and 5, the last two on twice the samples: 1 is usual, and 2 for those."""
     made = strategy()
     made.facts = Facts([20, 20, 40, 40], 1.0, lambda _: 0.0)
     bounds = Bounds(made, reach(made, range(4)))
-    updates = [update(client, value=1.0 + change) for client, change in enumerate((1, 3, 2, 2))]
+    updates = [update(client, value=1.0 + change) for client, change in enumerate((1, 3, 2, 5))]
     updates = [replace(each, squares={"w": float((each.tensors["w"] - 1).square().sum())}) for each in updates]
     valid = [Valid(each, made.contribution(each), {}) for each in updates]
     for each in valid:
@@ -304,23 +304,58 @@ def test_a_client_with_more_samples_goes_farther() -> None:
     assert [float(each.contribution.tensors["w"][0]) for each in bounded] == [2, 2, 3, 3]
     lengths = [made.distance(each.update, each.contribution) for each in bounded]
     assert lengths == pytest.approx([3**0.5 * change for change in (1, 1, 2, 2)]), "clip-norm clips what is left"
-    assert bounds.report == {"bounded-updates": [1]}
+    assert bounds.report == {"bounded-updates": [1, 3]}
     assert reach(made, [0, 2, 3]) == dict.fromkeys((0, 2, 3), 1.0), "of the clients that are asked"
 
 
+def test_of_private_data_no_client_counts_with_more_samples_than_the_median_one() -> None:
+    """The server has the clients' word: 10, 20 and 900 samples; no client may go farther."""
+    made = strategy(weighting="examples")
+    made.facts = Facts([10, 20, 1000], 1.0, lambda _: 0.0, exact=False)
+    bounds, valid = Bounds(made, reach(made, range(3))), list[Valid]()
+    for client, count in enumerate((10, 20, 900)):
+        each = replace(update(client), num_examples=count)
+        valid.append(Valid(each, made.contribution(each), {}))
+        bounds.measure(*valid[-1][:2])
+    assert bounds.reach == {0: 1, 1: 1, 2: 1}
+    bounded = bounds.bounded(valid)
+    assert [(each.update.num_examples, each.contribution.weight) for each in bounded] == [(10, 10), (20, 20), (20, 20)]
+
+
 def test_what_else_an_update_holds_is_bounded_too() -> None:
-    """A change of w of 3, and s, which starts from 0, of 5: both become 1. Where the mask has 0 values stay."""
+    """Changes of w of 3, of s, which starts from 0, of 5, and of v, from 3, of -5 become 1. Masked values stay."""
     made = strategy(**{"num-clients": 3})
+    made.current["v"] = torch.tensor([3.0])
     bounds, mask, valid = Bounds(made, dict.fromkeys(range(3), 1.0)), torch.tensor([True, True, False]), list[Valid]()
-    for client, (w, s) in enumerate([(2.0, 1.0), (4.0, 1.0), (2.0, 5.0)]):
-        each = Update(client, {"w": torch.tensor([w, w, 9.0]), "s": torch.tensor([s])}, {}, 10)
+    for client, (w, v, s) in enumerate([(2.0, 4.0, None), (4.0, 2.0, 1.0), (2.0, -2.0, 5.0)]):
+        tensors = {"w": torch.tensor([w, w, 9.0]), "v": torch.tensor([v])} | ({"s": torch.tensor([s])} if s else {})
+        each = Update(client, tensors, {}, 10)
         valid.append(Valid(each, Contribution({"w": each.tensors["w"]}, {"w": mask}), {}))
         bounds.measure(each, valid[-1].contribution)
-    for each in bounds.bounded(valid):
-        assert {name: x.tolist() for name, x in each.update.tensors.items()} == {"w": [2, 2, 9], "s": [1]}
+    for each, (v, s) in zip(bounds.bounded(valid), [(4, {}), (2, {"s": [1]}), (2, {"s": [1]})], strict=True):
+        assert {n: x.tolist() for n, x in each.update.tensors.items()} == {"w": [2, 2, 9], "v": [v], **s}
         assert each.contribution.tensors["w"].tolist() == [2, 2, 9]
     assert bounds.report == {"bounded-updates": [1, 2]}
-    assert {name: x.round().tolist() for name, x in bounds.usual.items()} == {"w": [[1, 1]], "s": [[1, 1]]}
+    assert {name: x.round().tolist() for name, x in bounds.usual.items()} == {name: [[1, 1]] for name in "wvs"}
+
+
+@pytest.mark.parametrize(
+    ("past", "changes", "bounded"),
+    [
+        ([[1, 1]] * 3, (5, 5), [1, 1]),  # the rounds before decide
+        ([], (0.001, 0.001, 0.005), [0.001, 0.001, 0.005]),  # less than a hundredth of the values, which are 1
+    ],
+)
+def test_what_bounds_a_change_besides_the_others(past: list[list[int]], changes: list[float], bounded: Json) -> None:
+    made = strategy(**{"num-clients": len(changes)})
+    made.usual = {"w": torch.tensor(past, dtype=torch.float64)} if past else {}
+    bounds, valid = Bounds(made, dict.fromkeys(range(len(changes)), 1.0)), list[Valid]()
+    for client, change in enumerate(changes):
+        each = update(client, value=1.0 + change)
+        valid.append(Valid(each, made.contribution(each), {}))
+        bounds.measure(*valid[-1][:2])
+    found = [float(each.contribution.tensors["w"][0]) - 1 for each in bounds.bounded(valid)]
+    assert found == pytest.approx(bounded, rel=1e-3)
 
 
 def test_updates_agree_where_they_have_the_same_tensors() -> None:
@@ -398,6 +433,26 @@ def test_the_losses_of_the_last_five_models_are_remembered() -> None:
         made.round = number
         assert far_worse(made, 1.0 + number / 8, [0]) == ""
     assert made.usual[LOSS].tolist() == [1.5, 1.625, 1.75, 1.875, 2.0]
+
+
+def test_a_model_that_is_far_worse_by_hand() -> None:
+    """A loss of more than twice the lowest one's and 1 is not kept; each refusal doubles what is allowed."""
+    made = strategy()
+    made.facts = Facts([10] * 4, 1.0, lambda _: 0.5)
+    made.round, best = 1, made.current
+    assert far_worse(made, 0.4, [0]) == ""
+    made.round = 2
+    assert far_worse(made, 1.9, [1]) == "the merged model's loss is 1.9, the best one's 0.4: it is not kept"  # 1.8
+    assert made.usual[SUSPECTED].tolist() == [0, 2, 0, 0], "not client 0, whose round is not undone"
+    made.current = {"w": torch.zeros(3)}
+    for made.round in range(3, 8):  # all of the losses that are remembered
+        assert far_worse(made, 2.5, [2]) == ""
+    made.round = 8
+    reason = "the merged model's loss is 2.7, the best one's 0.4: it is not kept, nor are those since round 1"  # 2.6
+    assert far_worse(made, 2.7, [3]) == reason
+    assert made.usual[SUSPECTED].tolist() == [0, 8, 8, 8]
+    assert torch.equal(made.current["w"], best["w"])
+    assert (float(made.good[LOSS]), float(made.good[ALLOWED]), made.usual[LOSS].tolist()) == (0.4, 1.6, [1.6])
 
 
 def test_what_clients_say_that_a_sample_costs_counts_up_to_one_and_a_half_times_the_median() -> None:
