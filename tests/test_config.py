@@ -190,6 +190,9 @@ def test_lists_are_tuples() -> None:
     one = resolve(parse_pairs(["method=fedpews", "num-clients=1", "fedpews.masks=fixed", "fedpews.shares=1.0"]))
     assert one.flat()["fedpews.shares"] == "1.0"
     assert settings.flat()["fedpews.shares"] == "0.25, 0.75"
+    assert resolve({"domains": " "}).domains == ()
+    with pytest.raises(UserError, match=r"^domains = True: must be names, separated by commas, or ''$"):
+        resolve({"domains": True})
 
 
 @pytest.mark.parametrize(
