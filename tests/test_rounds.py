@@ -407,7 +407,7 @@ def test_whose_update_is_left_out(losses: list[float], last: float, usual: Json,
 
 
 def test_krum_keeps_as_many_updates_as_it_compares() -> None:
-    """Of five with a hostile one it compares no fewer, however bad the merged model is."""
+    """It compares no fewer of five updates, however bad the merged model is."""
     made = strategy(**{"num-clients": 5, "mean": "krum", "weighting": "uniform", "byzantine-clients": 1})
     made.round, made.facts = 12, Facts([10] * 5, 1.0, lambda model: float(model["w"][0]))
     made.usual = {LOSS: torch.tensor([1.0], dtype=torch.float64)}

@@ -673,7 +673,7 @@ def test_networks_of_different_widths_are_averaged_over_the_keepers() -> None:
 
 
 def test_the_pruned_fraction_is_of_all_clients_and_the_cost_of_those_that_answered() -> None:
-    """Of 17 parameters client 0 prunes 1 and client 1, which then loses its state, 8; in round 2 client 2 prunes 3."""
+    """Client 0 prunes 1 of 17 parameters; client 1, which then loses its state, 8; client 2 prunes 3 in round 2."""
     strategy = tiny()
     said = merge_round(strategy, three(strategy)[:2])
     assert said["pruned-fraction"] == pytest.approx((1 + 8) / 17 / 3)
