@@ -37,7 +37,7 @@ SETTINGS = {
 }
 ABOUT: Json = {
     "table": "ist-figure2",
-    "title": "IST, Figure 2: cosine of the federated and the central direction, mean over the first 20 epochs",
+    "title": "IST, Figure 2: cosine of the federated and the central direction in %, mean over the first 20 epochs",
     "command": "python docs/results/figure2.py runs/figure2",
     "reference": "FedAvg",
     "axes": ["epoch of central training", "cosine (%)"],

@@ -262,7 +262,8 @@ def curves(table: str) -> tuple[list[str], dict[Path, str]]:
         if any(len(line.mean) > 2 for line in lines):
             file, draw = f"pictures/{table}-{place}.svg", partial(draw_table, lines=lines, ends=ends, names=names)
             shown = names[1] if "axes" in content else "learning curves"
-            links.append(f"![{setting}: {shown} with one standard deviation; dotted: the paper]({file})")
+            shown += " with one standard deviation" + "; dotted: the paper" * any(ends)
+            links.append(f"![{setting}: {shown}]({file})")
             source = repr([(line.label, line.x, line.mean, line.low) for line in lines] + ends)
             drawn[HERE / file] = picture(f"{table}, {setting}", draw, 7, 3.6, source)
     return links, drawn
