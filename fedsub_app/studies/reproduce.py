@@ -171,15 +171,8 @@ AT_BUDGET = {"round": "last round within it", "final": "score", "spent": "spent 
 
 def table_header(score: Score) -> tuple[str, ...]:
     return (
-        *(
-            "setting",
-            "method",
-            "rounds to target",
-            "paper: rounds",
-            score.titled(f"final {score.name}"),
-            "paper: final",
-        ),
-        *("difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),
+        *("setting", "method", "rounds to target", "paper: rounds", score.titled(f"final {score.name}")),
+        *("paper: final", "difference (95 %)", *(score.titled(f"final {kind}") for kind in ON_TEST_DATA)),
         *(score.titled("on validation data"), "epsilon", "MB down", "MB up", "GFLOPs", "minutes", "device seconds"),
     )
 
@@ -229,16 +222,8 @@ def _cost_table(runs: Runs) -> tuple[Sequence[str], list[list[str]]]:
     first, timed = runs[0][1][0].settings, any(job.settings.devices for _, mine in runs for job in mine)
     score, groups = first.score, _groups(runs, finished=True)
     names = columns(score, timed)
-    header = (
-        "setting",
-        "method",
-        score.titled("threshold"),
-        *names[:3],
-        "paper: GB",
-        *names[3:5],
-        "paper: GFLOPs",
-        *names[5:],
-    )
+    gb, gflops = "paper: GB", "paper: GFLOPs"
+    header = ("setting", "method", score.titled("threshold"), *names[:3], gb, *names[3:5], gflops, *names[5:])
     costs = costs_of_groups(groups, f"{first.evaluations[0]}-{score.name}", timed) if groups else []
     of_row = {(group.section, group.label): texts for group, texts in zip(groups, costs, strict=True)}
     cells = []
