@@ -683,10 +683,6 @@ class Beside(nn.Module):
             nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(16, 4)), nn.ReLU(), nn.Linear(4, 3)),
             "1: its weight is computed from other tensors",
         ),
-        (
-            nn.DataParallel(nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 3))),
-            "no units are known for a DataParallel: RuntimeError: ",
-        ),
     ],
 )
 def test_a_network_without_units_says_why(network: nn.Module, said: str) -> None:
@@ -1083,6 +1079,21 @@ def test_runs_of_one_process_in_one_folder_have_each_the_file_as_it_is(run_local
         run_local(folder, model=f"{file}:net", num_rounds=1, lr=0.1)
         losses.append(rounds(tmp_path / folder)[-1]["global-loss"])
     assert losses[0] != losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("between", [nn.Linear(6, 6), nn.BatchNorm1d(6)])
+def test_a_layer_in_two_places_reads_and_writes_the_same_units(between: nn.Module) -> None:
+    network = adopted(twice(between), (4,)).eval().double()
+    (group,) = unit_groups(network)
+    assert (group.name, group.size) == ("0", 6)
+    x, narrow = torch.randn(5, 4, dtype=torch.float64), narrowed(network, (group,), {"0": 2})
+    on = (torch.arange(6) < 2).double()
+    first, _, layer, _, again, _, last = network._modules.values()
+    hidden = first(x).relu() * on
+    for place in (layer, again):
+        hidden = place(hidden).relu() * on
+    torch.testing.assert_close(narrow(x), last(hidden))
+    assert narrow.get_submodule("2") is narrow.get_submodule("4")
 
 
 def test_units_behind_a_gru_are_found() -> None:
