@@ -54,7 +54,9 @@ def commands(target: str, build: str) -> list[list[str]]:
     """Return the commands to try, one after the other, until one succeeds."""
     what = ["-c", "constraints.txt", "-e", target]
     cpu = ["--extra-index-url", CPU_INDEX] if build == "cpu" and platform.system() == "Linux" else []
-    tries = [[*pip("install", *what), *cpu]]
+    # Bytecode of all files is a third of the time; a run compiles those that it imports. A node may not write there.
+    late = [] if "node" in target else ["--no-compile"]
+    tries = [[*pip("install", *late, *what), *cpu]]
     configured = any(word in answer(pip("config", "list")) for word in ("index", "find-links"))
     if (uv := shutil.which("uv")) and not configured:  # uv does not read pip's configuration
         backend = "cpu" if build == "cpu" else "auto"

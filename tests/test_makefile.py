@@ -84,6 +84,8 @@ def test_uv_comes_first_unless_pip_is_configured(install: ModuleType, monkeypatc
     assert pip[1:4] == ["-m", "pip", "--disable-pip-version-check"]
     assert pip[-4:] == ["-e", ".[dev]", "--extra-index-url", install.CPU_INDEX]
     assert install.CPU_INDEX not in install.commands(".", "cuda")[0]
+    assert "--no-compile" in pip
+    assert "--no-compile" not in install.commands(".[node]", "cpu")[0]  # its service may not write beside the packages
     monkeypatch.setattr(install.shutil, "which", lambda _: "/bin/uv")
     uv, pip = install.commands(".", "cpu")
     assert uv[:3] == ["/bin/uv", "pip", "install"]
