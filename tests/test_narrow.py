@@ -228,9 +228,9 @@ def test_without_widths_it_is_a_copy_that_has_no_gradients():
 
 
 def test_a_width_is_rounded_up_as_it_is_written():
-    """0.07 * 100 is 7.000000000000001."""
+    """0.07 * 100 is 7.000000000000001. One unit is the least, as of 1e-300."""
     group = UnitGroup("fc", 100, ("fc.weight",), ())
-    assert [group.kept(width) for width in (0.07, 0.071, 1.0)] == [7, 8, 100]
+    assert [group.kept(width) for width in (1e-300, 0.07, 0.071, 1.0)] == [1, 7, 8, 100]
 
 
 @pytest.mark.parametrize("width", [0, -1, 4])

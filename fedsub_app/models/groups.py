@@ -69,8 +69,8 @@ class UnitGroup:
         return (*rows, *(Place(name, 1, 0, repeat, self.size * repeat) for name, repeat in self.cols), *self.blocks)
 
     def kept(self, width: float) -> int:
-        """Return the number of units of a network of this width, a fraction of the units, rounded up."""
-        return ceil(round(width * self.size, 6))  # rounded first: 0.07 * 100 is 7.000000000000001
+        """Return the number of units of a network of this width, a fraction above 0 of the units, rounded up."""
+        return max(1, ceil(round(width * self.size, 6)))  # rounded first: 0.07 * 100 is 7.000000000000001
 
 
 def split(vector: Tensor, groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
