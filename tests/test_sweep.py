@@ -255,6 +255,17 @@ def test_a_score_of_test_data_is_too_good_whether_high_or_low() -> None:
     )
 
 
+@pytest.mark.run
+def test_a_sweep_without_a_result_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundredth of 12 samples is none: no client has validation data."""
+    keys = "num-rounds=1 num-clients=10 partition=iid train-per-class=12 validation-fraction=0.01 lr=0.1,0.2"
+    assert cli.main(["sweep", "quickstart/digits", *keys.split(), "--workers", "1", "--out", str(tmp_path)]) == 1
+    verdict = "No trial has a result, personal validation accuracy at the end."
+    assert verdict in capsys.readouterr().out
+    assert verdict in (tmp_path / "sweep.md").read_text()
+    assert not (tmp_path / "best.toml").exists()
+
+
 def test_a_folder_of_another_sweep_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["sweep", *VALIDATED, "--out", str(tmp_path)]
     _ = sweep_of(Search("fedpews/digits", {}, {}, "grid"), tmp_path).study

@@ -60,8 +60,8 @@ def sweep(
     planned.tell()
     for job, reason in failures:
         print(f"failed: {' '.join(job.name.split())}: {reason}", file=sys.stderr)
-    write_results(planned, _command(planned, pairs, metric))
-    return 1 if failures else 0
+    any_result = write_results(planned, _command(planned, pairs, metric))
+    return 0 if any_result and not failures else 1
 
 
 def metric_of(settings: Settings, metric: str | None) -> str:
@@ -106,8 +106,11 @@ def _command(planned: Sweep, pairs: Sequence[str], metric: str | None) -> str:
     return " ".join([*words, *(["--seeds", str(planned.seeds)] if planned.seeds > 1 else [])])
 
 
-def write_results(sweep: Sweep, command: str) -> None:
-    """Write ``sweep.md``, ``sweep.csv`` and, with a complete trial, ``best.toml``, ``sweep.png``; print the table."""
+def write_results(sweep: Sweep, command: str) -> bool:
+    """Write ``sweep.md``, ``sweep.csv`` and, with a result, ``best.toml``, ``sweep.png``; print the table.
+
+    Returns whether any trial has a result, the metric of all its runs.
+    """
 
     def rank(trial: Trial) -> tuple[bool, float]:
         values = trial.values(sweep.metric)
@@ -115,7 +118,8 @@ def write_results(sweep: Sweep, command: str) -> None:
 
     ranked = sorted(sweep.started(), key=rank)
     best = ranked[0] if ranked[0].values(sweep.metric) else None
-    verdict = _verdict(best, sweep) if best else "No trial has a result."
+    by = metric_in_words(sweep.metric, sweep.score.name)
+    verdict = _verdict(best, sweep) if best else f"No trial has a result, {by}."
     keys = list(sweep.search.space)
     title = f"Sweep: {', '.join(keys)}" + (f" of {sweep.search.experiment}" if sweep.search.experiment else "")
     runs = {t.number: [job.folder for job in t.jobs if job.begun()] for t in ranked}
@@ -128,7 +132,7 @@ def write_results(sweep: Sweep, command: str) -> None:
     header = ["trial", *keys, *columns]
     table = markdown(header, rows)
     seeds = range(sweep.search.seed, sweep.search.seed + sweep.seeds)
-    chosen = metric_in_words(sweep.metric, sweep.score.name) + (f", mean of {sweep.seeds} seeds" * (sweep.seeds > 1))
+    chosen = by + (f", mean of {sweep.seeds} seeds" * (sweep.seeds > 1))
     about = {"chosen by": chosen, **facts(f"`{command}`", seeds, [job for trial in ranked for job in trial.jobs])}
     above = (f"- {key}: {value}" for key, value in about.items())
     files = {
@@ -141,6 +145,7 @@ def write_results(sweep: Sweep, command: str) -> None:
         write_atomic(sweep.out / name, text.encode())
     pictures = [_draw(sweep, sweep.out / "sweep.png")] if best else []
     print(f"\n{table}\n\n{verdict}\n", *(sweep.out / name for name in files), *pictures, sep="\n")
+    return best is not None
 
 
 def metric_in_words(metric: str, score: str) -> str:
