@@ -211,6 +211,16 @@ def test_runs_are_checked_against_a_tables_file(
     assert "none.json" in capsys.readouterr().err
 
 
+def test_a_file_that_sets_what_the_table_sets_is_refused(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row was run with the file's method, and compared with the row's numbers."""
+    file = tmp_path / "set.json"
+    file.write_text(json.dumps({"rows": [{"setting": "a", "method": "b", "runs": []}], "set": {"method": "moon"}}))
+    assert cli.main(["reproduce", table, "--check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: -s method: the table sets it; allowed are the other keys")
+
+
 def test_the_file_of_another_table_is_refused_before_a_run(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

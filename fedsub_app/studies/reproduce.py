@@ -54,13 +54,13 @@ def reproduce(
     The arguments are the command's options. ``against``: a table's JSON file. Its keys and seeds are run anew, in a
     folder of this code, and compared with it (:func:`~fedsub_app.studies.evidence.check`).
     """
-    for key in TABLE_KEYS & overrides.keys():
-        raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
     table, named = read_table(name), shlex.quote(name)
     if against:
         kept = read_evidence(against)
         overrides, seeds = {**kept.get("set", {}), **overrides}, seeds or kept.get("seeds")
         out = out or runs_folder() / "check" / f"{against.stem}-{code_digest()}"
+    for key in TABLE_KEYS & overrides.keys():
+        raise UserError(f"-s {key}: the table sets it; allowed are the other keys, and --seeds, --out, --only")
     name = Path(name).stem if is_file(name) else name
     if name == "report":
         raise UserError(f"table {named}: report.csv and report.json are files of its page; name the table otherwise")
@@ -246,7 +246,7 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
         " seeds.",
         f"Difference: to {content['reference']} of the same setting and seed, points [95 % t-interval] (seeds).",
-        "MB by the papers' formula, GFLOPs (of the dense network, mask learning included) and minutes are per run.",
+        "MB by the papers' formula, GFLOPs (closed weights and mask learning included) and minutes are per run.",
         "",
         filled_columns(*tables[name]),
         "",
