@@ -181,3 +181,30 @@ def test_a_run_becomes_an_entry_of_the_file(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
             read_evidence(path)
+
+
+def test_a_file_that_no_run_can_be_compared_with_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    for keys in ({"seeds": 0}, {"seeds": -1}, {"seeds": 1001}):
+        path.write_text(json.dumps(made({"a": [1.0]}) | keys))
+        with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
+            read_evidence(path)
+    for wrong in ({"final": "abc"}, {"final": [1.0]}, {"totals": 3}):
+        content = made({"a": [1.0, 2.0]})
+        content["rows"][0]["runs"][0] |= wrong
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
+            read_evidence(path)
+    path.write_text(json.dumps({"rows": [{"setting": "here", "method": "a", "runs": [], "over-seeds": 3}]}))
+    with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
+        read_evidence(path)
+
+
+def test_other_costs_than_those_of_the_file_are_said() -> None:
+    """Twice the bytes and the same end were "within seed noise" without a word about the bytes."""
+    kept, new = made({"a": [1.0, 3.0]}), made({"a": [1.0, 3.0]})
+    for run in new["rows"][0]["runs"]:
+        run["totals"] = run["totals"] | {"formula-bytes-up": 7_000_000}
+    ((word, _, text),) = check(kept, new)
+    assert word == "within seed noise"
+    assert text.endswith("; 12 ± 0 (2) MB, in the file 6 ± 0 (2)")

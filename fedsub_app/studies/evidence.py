@@ -22,6 +22,7 @@ from fedsub_app.runs.rounds import BUDGETS, spent
 COSTS_OF_A_RUN = ("formula-bytes-down", "formula-bytes-up", "flops", "seconds", "device-seconds")
 SAME = ("formula-bytes-down", "formula-bytes-up", "flops")  # costs that do not depend on the machine
 MEASURED = ("seed", "commit", "versions", "machine", "device")
+MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,13 @@ def write_evidence(path: Path, content: Json) -> Path:
 
 
 def read_evidence(path: Path) -> Json:
+    """Return a table's file; :class:`UserError`: it is none, or :func:`check` could not compare a run with it."""
     content = read_json(path)
-    with suppress(KeyError, TypeError, ValueError):
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
         rows = [(row["setting"], row["method"], *(int(run["seed"]) for run in row["runs"])) for row in content["rows"]]
-        if rows and isinstance(content.get("set", {}), dict) and type(content.get("seeds", 1)) is int:
+        check(content, content)
+        seeds = content.get("seeds", 1)
+        if rows and isinstance(content.get("set", {}), dict) and type(seeds) is int and 1 <= seeds <= MAX_SEEDS:
             return content
     raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
 
@@ -165,7 +169,8 @@ def _equal(run: Json, other: Json) -> bool:
     """Say whether two runs have the same end and, where both kept them, evaluated rounds and costs."""
     if run.get("final") != other.get("final") or not ("curve" in run and "curve" in other):
         return bool(run.get("final") == other.get("final"))
-    return bool(run["curve"] == other["curve"]) and all(run["totals"][key] == other["totals"][key] for key in SAME)
+    costs, others = run["totals"], other["totals"]
+    return bool(run["curve"] == other["curve"]) and all(costs.get(key) == others.get(key) for key in SAME)
 
 
 def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
@@ -188,6 +193,10 @@ def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
         near = abs(after.mean - before.mean) <= limit
         word = "equal" if both and all(both) else "within seed noise" if near else "different"
         text = f"{after}, in the file {before}, noise {limit:.2f}"
+        for cost in ("MB", "GFLOPs"):
+            kept_cost, new_cost = sample_of(old, cost), sample_of(row, cost)
+            if kept_cost and new_cost and f"{kept_cost.mean:.4g}" != f"{new_cost.mean:.4g}":
+                text += f"; {new_cost} {cost}, in the file {kept_cost}"
         if unlike := [key for key in ("dataset", "metric", "rounds") if old.get(key, row.get(key)) != row.get(key)]:
             word, text = "different", f"{text}; {unlike[0]} = {row[unlike[0]]}, in the file {old[unlike[0]]}"
         lines.append((word, f"{row['setting']}, {row['method']}", text))
