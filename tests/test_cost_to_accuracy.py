@@ -252,3 +252,9 @@ def test_reproduce_and_report_say_the_same(
     text = capsys.readouterr().out
     assert "Cost to accuracy. Best: the highest mean accuracy" in text
     assert f"| {threshold:.2f} | global | {fedavg[3]} | {fedavg[4]} | {fedavg[5]} | {fedavg[7]} | {fedavg[8]} |" in text
+
+
+def test_a_window_has_ten_rounds_where_not_each_is_evaluated() -> None:
+    """At round 15 it has 6 to 15, so the evaluations of rounds 10 and 15: (20 + 60) / 2."""
+    lines: list[Json] = [{"round": n, "global-accuracy": score} for n, score in ((5, 10.0), (10, 20.0), (15, 60.0))]
+    assert averages(lines, "global-accuracy") == [(5, 10.0), (10, 15.0), (15, 40.0)]

@@ -467,3 +467,16 @@ def test_the_summary_and_a_report_count_the_same_replies(tmp_path: Path) -> None
     lines = [{"round": 1, "status": "ok", "dropped": drop, "measurement": {"dropped": drop}, "not-evaluated": drop * 2}]
     record = RunData(tmp_path, {}, lines)
     assert len(record.dropped) == summarise(lines, resolve({}))["dropped-replies"] == 4
+
+
+def test_a_verdict_of_a_low_score_has_its_limit_above_the_best() -> None:
+    """1.1 is within the lowest, 1, over 0.9; the bytes are 4 of 20 MB, the FLOPs 1 of 2."""
+    settings, score = {"method": "fedavg"}, {"name": "rmse", "high_is_good": False, "unit": ""}
+    groups = [
+        Group(label, (Record(Path(label), {"settings": settings, "score": score}, [line]),))
+        for label, line in (
+            ("A", {"round": 1, "global-rmse": 1.0, "MB by formula": 20.0, "GFLOPs": 2.0}),
+            ("B", {"round": 1, "global-rmse": 1.1, "MB by formula": 4.0, "GFLOPs": 1.0}),
+        )
+    ]
+    assert verdicts(groups) == ["B reaches 110 % of A's global rmse with 20 % of its bytes and 50 % of its FLOPs."]
