@@ -198,7 +198,7 @@ def test_onnx_is_the_network(
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     run, files = pictures
-    target = tmp_path / "model.onnx"
+    target = tmp_path / "a new folder" / "model.onnx"
     assert main(["export", str(run), "--onnx", str(target), "--client", "1"]) == 0
     assert capsys.readouterr().out == f"{target}\ninput: [1, 8, 8] each, pixels, 0 to 255\n"
     pixels = np.stack([np.asarray(Image.open(file), dtype=np.float32)[None] for file in files])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedsub_app.analysis.clients import client_of
 from fedsub_app.common.errors import UserError, one_line
+from fedsub_app.common.files import make_folder
 from fedsub_app.common.inputs import Batch, Inputs, blank
 from fedsub_app.common.own_code import is_source
 from fedsub_app.common.tasks import MultiLabel, NextToken
@@ -155,6 +156,7 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
     names = list(getattr(some, "names", ())) or [f"input{number or ''}" for number in range(len(tensors))]
     axes = {name: {0: "n"} for name in (*names, "output")}
     options: dict[str, Any] = {"input_names": names, "output_names": ["output"], "dynamic_axes": axes, "dynamo": False}
+    make_folder(path.parent)
     try:
         with warnings.catch_warnings(action="ignore"):  # of the exporter's age; its outputs are tested
             torch.onnx.export(_OfTensors(network, some, scale).eval(), tensors, str(path), **options)
