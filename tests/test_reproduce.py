@@ -23,7 +23,7 @@ from fedsub_app.cli import main as cli
 from fedsub_app.common import conf_files
 from fedsub_app.common.files import write_json
 from fedsub_app.common.progress import human_seconds
-from fedsub_app.common.score import Score
+from fedsub_app.common.score import SCORES, Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
@@ -209,6 +209,13 @@ def test_runs_are_checked_against_a_tables_file(
     assert capsys.readouterr().out.endswith("\n0 equal, 0 within seed noise, 1 different\n")
     assert cli.main([*few, "--check", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_differences_are_points_of_percentages_alone() -> None:
+    for score, words in ((SCORES["classification"], ", points"), (SCORES["regression"], "")):
+        job: Any = SimpleNamespace(settings=SimpleNamespace(score=score))
+        row: Any = None
+        assert reproduce._points([(row, [job])]) == words
 
 
 def test_a_file_that_sets_what_the_table_sets_is_refused(

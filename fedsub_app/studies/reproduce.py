@@ -101,7 +101,7 @@ def reproduce(
     write_evidence(out / f"{name}.json", content)
     if groups := _groups(runs):
         page, *_ = write_html(groups, out / "report.html", table.title, command, table.about)
-        print("", summary_text(groups), *_differences(content), "", *verdicts(groups), "", sep="\n")
+        print("", summary_text(groups), *_differences(content, runs), "", *verdicts(groups), "", sep="\n")
         picture = out / f"{name}.png"
         print(*map(link, [page, picture] if draw_against_bytes(groups, picture) else [page]), sep="\n")
     print(link(out / f"{name}.md"))
@@ -130,11 +130,16 @@ def compared(content: Json, row: Json) -> str:
     return f"{found} ({found.n})" if found else ""
 
 
-def _differences(content: Json) -> list[str]:
+def _points(runs: Runs) -> str:
+    return ", points" if runs[0][1][0].settings.score.unit == "%" else ""
+
+
+def _differences(content: Json, runs: Runs) -> list[str]:
     """Return the text of all differences to the reference, over several seeds."""
     lines = [(f"{row['setting']}: {row['method']}", compared(content, row)) for row in content["rows"]]
     text = [f"{name}  {words}" for name, words in lines if "[" in words]
-    return ["", f"Paired difference to {content['reference']}, points [95 % interval] (seeds)", *text] if text else []
+    title = f"Paired difference to {content['reference']}{_points(runs)} [95 % interval] (seeds)"
+    return ["", title, *text] if text else []
 
 
 def _agrees(kept: Json, new: Json) -> bool:
@@ -245,7 +250,7 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
     lines += [
         f"Rounds to target: per seed, × = not reached. {score.name.capitalize()} at the end: {SPREADS[spread]} over (n)"
         " seeds.",
-        f"Difference: to {content['reference']} of the same setting and seed, points [95 % t-interval] (seeds).",
+        f"Difference: to {content['reference']} of the same setting and seed{_points(runs)} [95 % t-interval] (seeds).",
         "MB by the papers' formula, GFLOPs (closed weights and mask learning included) and minutes are per run.",
         "",
         filled_columns(*tables[name]),
