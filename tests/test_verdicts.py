@@ -208,3 +208,12 @@ def test_other_costs_than_those_of_the_file_are_said() -> None:
     ((word, _, text),) = check(kept, new)
     assert word == "within seed noise"
     assert text.endswith("; 12 ± 0 (2) MB, in the file 6 ± 0 (2)")
+
+
+def test_costs_of_other_seeds_are_not_compared() -> None:
+    """A file of two seeds whose bytes differ, run anew with one of them: the row is equal, without a word on bytes."""
+    kept, new = made({"a": [1.0, 1.0]}), made({"a": [1.0]})
+    kept["rows"][0]["runs"][1]["totals"] = kept["rows"][0]["runs"][1]["totals"] | {"formula-bytes-up": 7_000_000}
+    ((word, _, text),) = check(kept, new)
+    assert word == "equal"
+    assert " MB" not in text
