@@ -136,7 +136,9 @@ def read_evidence(path: Path) -> Json:
         seeds = content.get("seeds", 1)
         if rows and isinstance(content.get("set", {}), dict) and type(seeds) is int and 1 <= seeds <= MAX_SEEDS:
             return content
-    raise UserError(f"{path}: not the file of a table, which `fedsub reproduce` writes (no rows)")
+    raise UserError(
+        f"{path}: not the file of a table, which `fedsub reproduce` writes (its rows, set or seeds cannot be read)"
+    )
 
 
 def row_of(content: Json, setting: str, method: str) -> Json | None:
