@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.federation.protocol import formula_bytes
-from fedsub_app.models import build_model, mlp, model_names, narrowed, tensors_of, unit_groups
+from fedsub_app.models import Network, build_model, mlp, model_names, narrowed, tensors_of, unit_groups
 from fedsub_app.runs.config import resolve
 from fedsub_app.studies.tables import read_table
 from fedsub_app.training.costs import forward_flops, published_flops, subnet_flops, training_flops
@@ -32,6 +32,13 @@ def test_lenet_is_the_sub_fedavg_notes():
     # Table 2's 2.4 x: 3 of 6 and 8 of 16 channels kept
     pruned = forward_flops(IMAGES, narrowed(model, unit_groups(model), {"conv1": 3, "conv2": 8}))
     assert pruned == 2 * (236_400 + 200 * 120 + 120 * 84 + 84 * 10)
+
+
+def test_a_kernel_counts_whole_where_it_is_trimmed():
+    layer = nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.Flatten(), nn.Linear(5, 4))
+    problem, network = problem_of((2, 1, 1)), Network(layer).module  # at 1 x 1 it computes with one place of nine
+    assert forward_flops(problem, network) == 2 * (2 * 5 * 9 + 5 * 4)
+    assert training_flops(problem, network) == 2 * (2 * 2 * 5 * 9 + 3 * 5 * 4)
 
 
 def test_fedpart_forward_is_the_notes():

@@ -1,6 +1,8 @@
 """Networks, their tensors and their structure."""
 
+import copy
 from types import SimpleNamespace
+from typing import Any
 from urllib.error import URLError
 
 import pytest
@@ -23,7 +25,7 @@ from fedsub_app.models import (
     tensors_of,
     unit_groups,
 )
-from fedsub_app.models.networks import MaxPool
+from fedsub_app.models.networks import MaxPool, trim_kernels
 from fedsub_app.training.problem import built
 from strategies.fedbn import FedBN
 
@@ -381,6 +383,44 @@ def test_pooling_without_a_gradient_is_torchs(size: tuple[int, int], layout: tor
     assert torch.equal(pooled.isnan(), expected.isnan())
     assert pooled.stride() == expected.stride()
     assert MaxPool()(x.requires_grad_()).grad_fn is not None
+
+
+CONVOLUTIONS = [
+    (size, kernel, stride, padding)
+    for size in ((1, 1), (2, 1), (2, 3), (4, 2))
+    for kernel in (1, 2, 3, 5, 7)
+    for stride in (1, 2, 3)
+    for padding in range(min(kernel, 4))
+    if min(size) + 2 * padding >= kernel
+]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_trimmed_convolution_computes_what_torchs_does(layout: torch.memory_format) -> None:
+    """Output and gradients, for inputs that are smaller than the kernel; the kernel's unused places get exactly 0."""
+    draws = torch.Generator().manual_seed(0)
+    for size, kernel, stride, padding in CONVOLUTIONS:
+        case = f"{size} {kernel} {stride} {padding}"
+        layer = nn.Conv2d(6, 4, kernel, stride, padding, groups=2).to(memory_format=layout)  # type: ignore[call-overload]
+        x = torch.randn(3, 6, *size, generator=draws).contiguous(memory_format=layout).requires_grad_()
+        found = []
+        for module, given in ((copy.deepcopy(layer).double(), x.double()), (layer, x)):
+            trim_kernels(module)  # float64 is not trimmed
+            output = module(given)
+            found.append((output, *torch.autograd.grad((output**2).sum(), (x, module.weight, module.bias))))
+        for expected, mine in zip(*found, strict=True):
+            torch.testing.assert_close(mine.double(), expected.double(), rtol=1e-4, atol=1e-4, msg=case)
+        assert torch.equal(found[1][2] == 0, found[0][2] == 0), case
+
+
+@pytest.mark.parametrize(("padding", "more"), [("same", {}), (1, {"dilation": 2}), (1, {"padding_mode": "circular"})])
+def test_a_convolution_of_another_kind_stays_torchs(padding: int | str, more: dict[str, Any]) -> None:
+    layer, x = nn.Conv2d(2, 2, 3, padding=padding, **more), torch.randn(1, 2, 2, 2)
+    if "dilation" in more:
+        x = torch.randn(1, 2, 3, 3)
+    expected = layer(x)
+    trim_kernels(layer)
+    assert torch.equal(layer(x), expected)
 
 
 def test_a_network_runs_with_other_tensors_as_torchs_functional_call_does() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.groups import UnitGroup
-from fedsub_app.models.networks import load_tensors, tensors_of, trainable
+from fedsub_app.models.networks import load_tensors, tensors_of, trainable, trim_kernels
 from fedsub_app.models.sources import base_names
 from fedsub_app.models.units import head_layer, unit_groups
 
@@ -67,6 +67,7 @@ class Network:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        trim_kernels(module)
         self.module = module
         self.tensors = tensors_of(module)
         self.parameters: dict[str, Tensor] = dict(trainable(module))

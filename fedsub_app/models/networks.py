@@ -69,12 +69,52 @@ class MaxPool(nn.MaxPool2d):
         super().__init__(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()  # for another runtime
-        if traced or torch.is_grad_enabled() or x.device.type != "cpu":
+        if torch.is_grad_enabled() or x.device.type != "cpu" or _traced():
             return torch.max_pool2d(x, 2)
         height, width = (size // 2 * 2 for size in x.shape[-2:])
         rows = torch.maximum(x[..., 0:height:2, :width], x[..., 1:height:2, :width])
         return torch.maximum(rows[..., 0::2], rows[..., 1::2])
+
+
+class TrimmedConv2d(nn.Conv2d):
+    """A convolution without the rows and columns of its kernel that reach nothing but padding, where oneDNN computes.
+
+    They have no part in the output, and their gradient is 0. Of a 3 x 3 kernel at 1 x 1 position, as in the last stage
+    of ResNet-18 for images of 32 pixels, they are 8 of 9. oneDNN multiplies them by zeros, image after image.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of ``x``, [n, channels, height, width], with another rounding than ``nn.Conv2d``."""
+        kernel, padding, size = self.kernel_size, self.padding, x.shape[-2:]
+        whole = size[0] >= kernel[0] and size[1] >= kernel[1]  # nearly always: the quickest test first
+        by_onednn = x.device.type == "cpu" and x.dtype == torch.float32 and torch._C._get_mkldnn_enabled()
+        if whole or not by_onednn or _traced() or isinstance(padding, str):
+            return super().forward(x)
+        parts = [_reached(*axis) for axis in zip(size, kernel, self.stride, padding, strict=True)]
+        (rows, top), (columns, left) = parts
+        return torch.conv2d(x, self.weight[:, :, rows, columns], self.bias, self.stride, (top, left), 1, self.groups)
+
+
+def _traced() -> bool:
+    """Say whether the network is being written down for another runtime."""
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+
+
+def _reached(size: int, kernel: int, stride: int, padding: int) -> tuple[slice, int]:
+    """Return the part of an axis of a kernel that reaches an input of this size, and the padding that it needs."""
+    places = (size + 2 * padding - kernel) // stride + 1
+    first, last = max(0, padding - (places - 1) * stride), min(kernel, size + padding)
+    less = padding - first
+    if (size + 2 * less - (last - first)) // stride + 1 != places:  # another padding before than behind
+        return slice(None), padding
+    return slice(first, last), less
+
+
+def trim_kernels(model: nn.Module) -> None:
+    """Let the network's convolutions leave out what reaches nothing but padding (:class:`TrimmedConv2d`)."""
+    for module in model.modules():
+        if type(module) is nn.Conv2d and module.padding_mode == "zeros" and module.dilation == (1, 1):
+            module.__class__ = TrimmedConv2d
 
 
 def _conv_net(
