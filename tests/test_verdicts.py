@@ -138,6 +138,18 @@ def test_a_row_of_other_rounds_data_or_metric_is_different() -> None:
     assert text.endswith("; rounds = 2, in the file 10")
 
 
+def test_a_run_that_ended_without_a_number_is_different_from_one_with_it() -> None:
+    """A final of null was the number of rounds; a row without a final in the new runs was in no line: exit code 0."""
+    kept, new = made({"a": [1.0], "b": [9.0]}), made({"a": [1.0], "b": [9.0]})
+    kept["rows"][1]["runs"][0]["final"] = None
+    assert sample_of(kept["rows"][1]) is None
+    words = [("equal", "1 (1), in the file 1 (1), noise 0.00"), ("different", "9 (1), in the file no number")]
+    assert [(word, text) for word, _, text in check(kept, new)] == words
+    assert check(new, kept)[1][::2] == ("different", "no number, in the file 9 (1)")
+    del new["rows"][1]["runs"][0]["final"]
+    assert check(kept, new)[1][::2] == ("equal", "no number, in the file no number")
+
+
 def test_metrics_of_a_row() -> None:
     content = made({"a": [1.0, 3.0]})
     (row,) = content["rows"]

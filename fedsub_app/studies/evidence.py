@@ -159,8 +159,10 @@ def sample_of(row: Json, metric: str = "final") -> Sample | None:
             values[run["seed"]] = (totals[SAME[0]] + totals[SAME[1]]) / 1e6
         elif metric == "GFLOPs" and "flops" in totals:
             values[run["seed"]] = totals["flops"] / 1e9
-        elif metric in run:
-            values[run["seed"]] = run["rounds"] if run[metric] is None else run[metric]
+        elif run.get(metric) is not None:
+            values[run["seed"]] = run[metric]
+        elif metric == "rounds-to-target" and metric in run:
+            values[run["seed"]] = run["rounds"]
     if values:
         return sample(values)
     kept = row.get("over-seeds", {}).get(metric)
@@ -180,21 +182,24 @@ def check(kept: Json, new: Json) -> list[tuple[str, str, str]]:
 
     ``equal``: in every evaluated round and cost of each common seed; ``within seed noise``; ``different``. Seed noise:
     the difference of the means is inside its 95 % interval by the standard deviation over seeds of all rows of the file
-    together, corrected for the number of rows (Bonferroni).
+    together, corrected for the number of rows (Bonferroni). A row that has a number on one side alone is different.
     """
     sd, freedom = pooled([each for row in kept["rows"] if (each := sample_of(row))])
     lines = []
     for row in new["rows"]:
         old = row_of(kept, row["setting"], row["method"])
         before, after = old and sample_of(old), sample_of(row)
-        if not old or not before or not after:
+        if not old or not row["runs"] or not (before or old["runs"]):
             continue
-        limit = half_width(sd * math.sqrt(1 / before.n + 1 / after.n), freedom, len(new["rows"])) if freedom else 0.0
         runs = {run["seed"]: run for run in old["runs"]}
         both = [(run, runs[run["seed"]]) for run in row["runs"] if run["seed"] in runs]
-        near = abs(after.mean - before.mean) <= limit
+        near, noise = False, ""
+        if before and after:
+            error = sd * math.sqrt(1 / before.n + 1 / after.n)
+            limit = half_width(error, freedom, len(new["rows"])) if freedom else 0.0
+            near, noise = abs(after.mean - before.mean) <= limit, f", noise {limit:.2f}"
         word = "equal" if both and all(_equal(*pair) for pair in both) else "within seed noise" if near else "different"
-        text = f"{after}, in the file {before}, noise {limit:.2f}"
+        text = f"{after or 'no number'}, in the file {before or 'no number'}{noise}"
         for cost in ("MB", "GFLOPs"):  # of the same seeds: a mask may differ from one seed to the next
             here, there = (sample_of({"runs": [pair[side] for pair in both]}, cost) for side in (0, 1))
             if here and there and f"{here.mean:.4g}" != f"{there.mean:.4g}":
