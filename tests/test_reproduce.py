@@ -248,6 +248,10 @@ def test_only_some_rows(table: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row[1] for row in rows[1:]] == ["local"]
     assert "--only local --only digits" in (tmp_path / "my-small.md").read_text()
     assert not (tmp_path / "digits-fedavg").exists()
+    assert cli.main(arguments[:-1]) == 0
+    assert (tmp_path / "my-small.png").exists()
+    assert cli.main([*arguments, "local"]) == 0
+    assert not (tmp_path / "my-small.png").exists()  # a picture of all rows
 
 
 def test_a_table_named_like_its_page_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

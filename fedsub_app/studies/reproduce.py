@@ -30,6 +30,7 @@ from fedsub_app.studies.evidence import check, difference, read_evidence, row_of
 from fedsub_app.studies.tables import Row, Table, read_table
 
 TABLE_KEYS = {"experiment", "method", "seed", "run-dir", "resume"}  # keys that a table sets itself
+PAGE = ("report.html", "report.csv", "report.json")
 Runs = list[tuple[Row, list[Job]]]  # a table's rows, each with one run a seed
 
 
@@ -277,6 +278,8 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
         lines += ["## Who is served", "", filled_columns(*tables[f"{name}-served"]), ""]
     out.mkdir(parents=True, exist_ok=True)
+    for former in (f"{name}-cost-to-accuracy.csv", f"{name}-served.csv", f"{name}.png", *PAGE):
+        (out / former).unlink(missing_ok=True)  # of other rows, where these have none
     (out / f"{name}.md").write_text("\n".join(lines))
     for file_name, (header, cells) in tables.items():
         with (out / f"{file_name}.csv").open("w", newline="") as file:
