@@ -4,6 +4,7 @@ A table is a file of settings and methods (``tables.py``), its runs a batch (``b
 """
 
 import csv
+import io
 import shlex
 import statistics
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from fedsub_app.common.code import code_digest
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, shown
+from fedsub_app.common.files import write_atomic
 from fedsub_app.common.score import ON_TEST_DATA, Score
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.text import link, markdown
@@ -277,13 +279,15 @@ def _write(out: Path, name: str, table: Table, made: Mapping[str, str], runs: Ru
         shown = [[group.section, group.label, *(cell.text for cell in row)] for group, (_, row) in both]
         tables[f"{name}-served"] = (("setting", "method", *names), shown)
         lines += ["## Who is served", "", filled_columns(*tables[f"{name}-served"]), ""]
-    out.mkdir(parents=True, exist_ok=True)
+    files = {f"{name}.md": "\n".join(lines)}
+    for file_name, (header, cells) in tables.items():
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([header, *cells])  # as it is: csv_text would quote "+1.2 [0.3, 2.1]"
+        files[f"{file_name}.csv"] = text.getvalue()
     for former in (f"{name}-cost-to-accuracy.csv", f"{name}-served.csv", f"{name}.png", *PAGE):
         (out / former).unlink(missing_ok=True)  # of other rows, where these have none
-    (out / f"{name}.md").write_text("\n".join(lines))
-    for file_name, (header, cells) in tables.items():
-        with (out / f"{file_name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([header, *cells])  # as it is: csv_text would quote "+1.2 [0.3, 2.1]"
+    for file_name, written in files.items():
+        write_atomic(out / file_name, written.encode())
 
 
 def filled_columns(header: Sequence[str], cells: list[list[str]]) -> str:
