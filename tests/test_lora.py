@@ -390,6 +390,7 @@ def test_a_mean_with_noise_reports_no_sum_without(made: Made) -> None:
 REFUSED = {"fedpm": "trainable = 'lora': fedpm masks random weights"}
 
 
+@pytest.mark.run  # all of them as long as one
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_adapters_or_says_why_not(method: str, made: Made) -> None:
     """Two rounds of three clients over adapters and head: the base stays, the rest is what the method makes of it."""

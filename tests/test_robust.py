@@ -320,6 +320,7 @@ ON = {
 }
 
 
+@pytest.mark.run  # all of them as long as one
 @pytest.mark.parametrize("defence", DEFENCES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_takes_a_defence_or_refuses_it(method: str, defence: str) -> None:

@@ -47,6 +47,7 @@ UNEVEN: dict[str, Value] = {"partition": "dirichlet", "dirichlet_alpha": 0.3, "n
 BATCH_NORM: dict[str, Value] = {"dataset": "digits", "model": "mnist-cnn-bn", "image_size": 28, "train_per_class": 4}
 
 
+@pytest.mark.run  # all of them as long as one
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize(
     "keys",

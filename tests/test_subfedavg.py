@@ -495,6 +495,7 @@ def made(**changes: Value) -> tuple[SubFedAvg, Callable[[int, int, Tensors], Sub
 ADAM: dict[str, Value] = {"optimizer": "adam", "momentum": 0.0, "lr": 0.005}
 
 
+@pytest.mark.run  # all of them as long as one
 @pytest.mark.parametrize(
     ("pruning", "optimizer"),
     [
