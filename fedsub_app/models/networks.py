@@ -86,13 +86,16 @@ class TrimmedConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of ``x``, [n, channels, height, width], with another rounding than ``nn.Conv2d``."""
         kernel, padding, size = self.kernel_size, self.padding, x.shape[-2:]
-        whole = size[0] >= kernel[0] and size[1] >= kernel[1]  # nearly always: the quickest test first
-        by_onednn = x.device.type == "cpu" and x.dtype == torch.float32 and torch._C._get_mkldnn_enabled()
-        if whole or not by_onednn or _traced() or isinstance(padding, str):
+        small = size[0] < kernel[0] or size[1] < kernel[1]  # rarely: the quickest test first
+        if not (small and _by_onednn(x)) or _traced() or isinstance(padding, str):
             return super().forward(x)
         parts = [_reached(*axis) for axis in zip(size, kernel, self.stride, padding, strict=True)]
         (rows, top), (columns, left) = parts
         return torch.conv2d(x, self.weight[:, :, rows, columns], self.bias, self.stride, (top, left), 1, self.groups)
+
+
+def _by_onednn(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and bool(torch._C._get_mkldnn_enabled())
 
 
 def _traced() -> bool:
