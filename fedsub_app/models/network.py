@@ -59,7 +59,7 @@ class Tap:
 
 
 class Network:
-    """One model object, whose weights are loaded before each use.
+    """One model object, whose weights are loaded before each use, with trimmed convolutions.
 
     ``module`` has, after the first use of :attr:`gates`, a gate behind each layer of units. ``tensors`` are its
     parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`), ``parameters`` those

@@ -147,7 +147,7 @@ def row_of(content: Json, setting: str, method: str) -> Json | None:
 
 
 def sample_of(row: Json, metric: str = "final") -> Sample | None:
-    """Return a row's metric over seeds; ``None`` where no run has it.
+    """Return a row's metric over seeds; ``None`` where no run has a number of it.
 
     ``metric``: ``final`` (percent), ``rounds-to-target`` (a target that was not reached counts as the last round),
     ``MB`` (both ways, by the papers' formula), ``GFLOPs``, or another key of a run.
