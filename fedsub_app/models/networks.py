@@ -79,8 +79,8 @@ class MaxPool(nn.MaxPool2d):
 class TrimmedConv2d(nn.Conv2d):
     """A convolution without the rows and columns of its kernel that reach nothing but padding, where oneDNN computes.
 
-    They have no part in the output, and their gradient is 0. Of a 3 x 3 kernel at 1 x 1 position, as in the last stage
-    of ResNet-18 for images of 32 pixels, they are 8 of 9. oneDNN multiplies them by zeros, image after image.
+    They have no part in the output, and their gradient is 0. In the last stage of ResNet-18 for images of 32 pixels, a
+    3 x 3 kernel at 1 x 1 position, they are 8 of 9. oneDNN multiplies them by zeros, image after image.
     """
 
     def forward(self, x: Tensor) -> Tensor:
