@@ -182,6 +182,25 @@ def test_a_federation_in_a_folder_of_any_letters_is_known_to_run(tmp_path: Path)
         os.kill(process.pid, signal.SIGKILL)
 
 
+def test_a_process_counts_as_started_when_ps_has_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment before, ps has nothing but the program's name in brackets, and the process was said to have ended."""
+    listed, early = processes.listed, [True]
+
+    def first_without(*columns: str) -> list[list[str]]:
+        rows = listed(*columns)
+        return [[*row[:-1], "[sleep]"] for row in rows] if early and early.pop() else rows
+
+    monkeypatch.setattr(processes, "listed", first_without)
+    command = ["sleep", "60"]
+    process = processes.Process(command, processes.start(command, tmp_path / "log", os.environ))
+    try:
+        assert processes.running({"it": process})
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+
+
 # --- files and names of unknown origin --------------------------------------------------------------------------------
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J"

@@ -15,6 +15,7 @@ from fedsub_app.deployment.commands import LOOPBACK
 
 PATIENCE_S = {signal.SIGTERM: 20.0, signal.SIGKILL: 10.0}
 LOOK_S = 0.2
+LISTED_S = 5.0  # at most, until ps has a command line
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Process:
 
 
 def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
-    """Start a command that the variables' PATH finds, in a process group of its own; returns its id."""
+    """Start a command that the variables' PATH finds, in a process group of its own; returns its id.
+
+    It returns when ps has the command line, which comes a moment after the start, or the process has ended.
+    """
     with open(log, "ab", opener=private) as file:
         process = subprocess.Popen(
             command,
@@ -40,6 +44,9 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> in
             start_new_session=True,
             umask=0o077,  # logs, database, clients' states
         )
+    deadline, started = time.monotonic() + LISTED_S, {"it": Process([*command], process.pid)}
+    while not running(started) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(LOOK_S / 10)
     return process.pid
 
 
