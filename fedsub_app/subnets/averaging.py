@@ -128,20 +128,28 @@ class MaskedMean:
     def _add_whole(self, name: str, terms: Sequence["_Term"]) -> None:
         """Add to a tensor block by block, so that each update is read from memory once."""
         sums, weights = self._sums[name], self._weights[name]
-        masked = bool(weights.dim())
+        masked, rows = bool(weights.dim()), max(1, BLOCK * len(sums) // sums.numel())
+        fits = rows >= len(sums)
+        if fits and not masked and all(term.weight == 1 for term in terms):
+            for term in terms:  # as below, where the preparations take longer than these sums
+                sums.add_(term.x)
+            return
         if self._old[name].dim() == 0:  # blocks are cut along axis 0
             terms = [t._replace(x=t.x[None], mask=t.mask if t.mask is None else t.mask[None]) for t in terms]
-        rows = max(1, BLOCK * len(sums) // sums.numel())
-        # Splitting a tensor that fits one block costs as much as summing it: a third of the time of 1,000 LeNets.
-        values = [term.x.split(rows) if rows < len(sums) else (term.x,) for term in terms]
+
+        def cut(x: Tensor) -> Sequence[Tensor]:  # splitting a tensor that fits one block costs as much as summing it
+            return (x,) if fits else x.split(rows)
+
+        values, parts = [cut(term.x) for term in terms], cut(sums)
         # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
-        masks = [t.mask if t.mask is None else t.mask.view(torch.uint8).expand(sums.shape).split(rows) for t in terms]
-        buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
-        for k, part in enumerate(sums.split(rows)):
-            whole, covering = ones[: len(part)], weights[k * rows :][: len(part)] if masked else weights
+        masks = [t.mask if t.mask is None else cut(t.mask.view(torch.uint8).expand(sums.shape)) for t in terms]
+        weighed = cut(weights) if masked else [weights] * len(parts)
+        buffer, ones = torch.empty_like(parts[0]), torch.ones_like(parts[0])
+        for k, (part, covering) in enumerate(zip(parts, weighed, strict=True)):
+            room, whole = buffer[: len(part)], ones[: len(part)]
             for x, m, (*_, weight) in zip(values, masks, terms, strict=True):
                 # The same sums with and without a mask, so that a mask of ones changes no bit.
-                mask = whole if m is None else buffer[: len(part)].copy_(m[k])
+                mask = whole if m is None else room.copy_(m[k])
                 if m is None and weight == 1:
                     part.add_(x[k])
                 else:
@@ -163,8 +171,9 @@ class MaskedMean:
             weights = self._weights.pop(name)
             covered = bool(weights.min() > 0)
             rows = max(1, BLOCK * len(mean) // mean.numel())
-            parts = (mean.split(rows), weights.expand(mean.shape).split(rows), old.reshape(mean.shape).split(rows))
-            for part, weight, before in zip(*parts, strict=True):
+            whole = (mean, weights.expand(mean.shape), old.reshape(mean.shape))
+            parts = zip(*(each.split(rows) for each in whole), strict=True) if rows < len(mean) else [whole]
+            for part, weight, before in parts:
                 part.div_(weight)
                 if server_lr != 1:
                     torch.lerp(before.float(), part, server_lr, out=part)
