@@ -395,6 +395,16 @@ def test_completion_for_zsh(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().out.startswith("#compdef fedsub")
 
 
+def test_a_locale_of_ascii_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the checkout are UTF-8 all the same; what the terminal lacks is escaped."""
+    for name, value in {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    for words in (["help", "fedpews"], ["list", "methods"]):
+        done = subprocess.run([sys.executable, "-m", "fedsub_app.cli", *words], capture_output=True, check=False)
+        assert (done.returncode, rb"Horv\xe1th" in done.stdout) == (0, True), done
+
+
 def test_python_page(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its code, block after block, as one program; it gives what the command gives."""
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", (PROJECT / "docs/python.md").read_text())

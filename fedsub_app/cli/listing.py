@@ -54,7 +54,9 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
 
             return {name: [about] for name, about in dataset_names().items()}
     files = experiments() if kind is Kind.EXPERIMENTS else tables()
-    return {name: [path.read_text().partition("\n")[0].removeprefix("#").strip()] for name, path in files.items()}
+    return {
+        name: [path.read_text("utf-8").partition("\n")[0].removeprefix("#").strip()] for name, path in files.items()
+    }
 
 
 def copy(
@@ -72,7 +74,7 @@ def copy(
         raise UserError(f"{target}: there already")
     # An experiment that extends its neighbour names it in full, so that it is found from anywhere.
     paper = files[name].parent.name
-    text = re.sub(r'(?m)^extends = "([^"/]+)"', rf'extends = "{paper}/\1"', files[name].read_text())
+    text = re.sub(r'(?m)^extends = "([^"/]+)"', rf'extends = "{paper}/\1"', files[name].read_text("utf-8"))
     write_atomic(target, text.encode())
     print(f"fedsub {'run' if name in experiments() else 'reproduce'} {shlex.quote(str(target))}")
 
@@ -119,7 +121,7 @@ def about_method(name: str) -> str:
     place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch
     spec = find_spec(f"strategies.{place.partition(':')[0]}" if isinstance(place, str) else place.__module__)
     assert spec
-    head = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
+    head = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text("utf-8"))) or ""
     parts = [f"# {name}", f"{method.description}.", head.replace("``", "`")]
     parts += [f"It sets {preset}."] if preset else []
     return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name}"])

@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def process() -> None:
     """Run :func:`main` as a process, and end it: Python would take all of torch apart first, for 0.6 s."""
+    with suppress(AttributeError):  # a shell's `>&-` leaves none
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # its locale may lack letters
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends it without a traceback
     threading._shutdown()  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def new_method(
     words = {"fed_foo": module, "fed-foo": method, "FedFoo": class_name}
     templates, texts = PROJECT / "examples" / "new-method", {}
     for template in sorted(path for path in templates.rglob("*.*") if path.suffix in (".py", ".toml")):
-        place, text = template.relative_to(templates).as_posix(), template.read_text()
+        place, text = template.relative_to(templates).as_posix(), template.read_text("utf-8")
         for word, own in words.items():
             place, text = place.replace(word, own), text.replace(word, own)
         texts[place] = text
@@ -63,7 +63,7 @@ def new_method(
 
 
 def _with(path: Path, pattern: str, new: str) -> str:
-    text, count = re.subn(pattern, new, path.read_text(), count=1)
+    text, count = re.subn(pattern, new, path.read_text("utf-8"), count=1)
     if not count:
         raise UserError(f"{path}: no place for the method, which {pattern!r} finds")
     return text
@@ -74,9 +74,9 @@ def write_defaults(project: Path) -> None:
     from fedsub_app.runs.config import TABLE
 
     path = project / "pyproject.toml"
-    command = [sys.executable, "-c", "from fedsub_app.runs.config import as_toml; print(as_toml(), end='')"]
-    toml = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
-    text = path.read_text()
+    command = [sys.executable, "-Xutf8", "-c", "from fedsub_app.runs.config import as_toml; print(as_toml(), end='')"]
+    toml = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8", check=True).stdout
+    text = path.read_text("utf-8")
     start = text.index(toml.partition("\n")[0])
     other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", text[start:])
     end = start + other.start() if other else len(text)

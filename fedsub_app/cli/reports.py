@@ -113,7 +113,7 @@ def export(
         raise UserError("--clients: no client was evaluated; the key evaluate must name global-local or personal")
     text = csv_of(rows)
     if out:
-        out.write_text(text)
+        out.write_text(text, "utf-8")
         print(out)
     else:
         print(text, end="")

@@ -45,7 +45,7 @@ def kept_settings(folder: Path, digest: str) -> str:
     path = _settings_file(folder, digest)
     if path not in _texts:
         with suppress(OSError, UnicodeDecodeError):
-            text = path.read_text()
+            text = path.read_text("utf-8")
             if settings_digest(text) == digest:
                 _texts[path] = text
     return _texts.get(path, "")

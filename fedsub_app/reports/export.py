@@ -57,7 +57,7 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    path.write_text(csv_text(header, rows))
+    path.write_text(csv_text(header, rows), "utf-8")
     return path
 
 
