@@ -54,9 +54,7 @@ def _entries(kind: Kind) -> dict[str, list[str]]:
 
             return {name: [about] for name, about in dataset_names().items()}
     files = experiments() if kind is Kind.EXPERIMENTS else tables()
-    return {
-        name: [path.read_text("utf-8").partition("\n")[0].removeprefix("#").strip()] for name, path in files.items()
-    }
+    return {name: [path.read_text("utf-8").partition("\n")[0].strip("# ")] for name, path in files.items()}
 
 
 def copy(

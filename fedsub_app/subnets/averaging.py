@@ -140,13 +140,13 @@ class MaskedMean:
         def cut(x: Tensor) -> Sequence[Tensor]:  # splitting a tensor that fits one block costs as much as summing it
             return (x,) if fits else x.split(rows)
 
-        values, parts = [cut(term.x) for term in terms], cut(sums)
+        values = [cut(term.x) for term in terms]
         # uint8 is the same bytes as bool and becomes a float two to three times faster. expand is a view, for any mask.
         masks = [t.mask if t.mask is None else cut(t.mask.view(torch.uint8).expand(sums.shape)) for t in terms]
-        weighed = cut(weights) if masked else [weights] * len(parts)
-        buffer, ones = torch.empty_like(parts[0]), torch.ones_like(parts[0])
-        for k, (part, covering) in enumerate(zip(parts, weighed, strict=True)):
+        buffer, ones = torch.empty_like(sums[:rows]), torch.ones_like(sums[:rows])
+        for k, part in enumerate(cut(sums)):
             room, whole = buffer[: len(part)], ones[: len(part)]
+            covering = weights[k * rows :][: len(part)] if masked else weights
             for x, m, (*_, weight) in zip(values, masks, terms, strict=True):
                 # The same sums with and without a mask, so that a mask of ones changes no bit.
                 mask = whole if m is None else room.copy_(m[k])
