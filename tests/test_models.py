@@ -413,6 +413,13 @@ def test_a_trimmed_convolution_computes_what_torchs_does(layout: torch.memory_fo
         assert torch.equal(found[1][2] == 0, found[0][2] == 0), case
 
 
+def test_an_input_that_is_too_small_for_a_trimmed_convolution_is_refused_as_by_torch() -> None:
+    layer = nn.Conv2d(1, 1, 5)
+    trim_kernels(layer)
+    with pytest.raises(RuntimeError, match=r"padded input size per channel: \(2 x 2\). Kernel size: \(5 x 5\)"):
+        layer(torch.randn(1, 1, 2, 2))
+
+
 @pytest.mark.parametrize(("padding", "more"), [("same", {}), (1, {"dilation": 2}), (1, {"padding_mode": "circular"})])
 def test_a_convolution_of_another_kind_stays_torchs(padding: int | str, more: dict[str, Any]) -> None:
     layer, x = nn.Conv2d(2, 2, 3, padding=padding, **more), torch.randn(1, 2, 2, 2)

@@ -108,9 +108,8 @@ def _reached(size: int, kernel: int, stride: int, padding: int) -> tuple[slice, 
     places = (size + 2 * padding - kernel) // stride + 1
     first, last = max(0, padding - (places - 1) * stride), min(kernel, size + padding)
     less = padding - first
-    if (size + 2 * less - (last - first)) // stride + 1 != places:  # another padding before than behind
-        return slice(None), padding
-    return slice(first, last), less
+    even = (size + 2 * less - (last - first)) // stride + 1 == places  # else another padding before than behind
+    return (slice(first, last), less) if places > 0 and even else (slice(None), padding)
 
 
 def trim_kernels(model: nn.Module) -> None:
