@@ -413,11 +413,40 @@ def test_a_trimmed_convolution_computes_what_torchs_does(layout: torch.memory_fo
         assert torch.equal(found[1][2] == 0, found[0][2] == 0), case
 
 
-def test_an_input_that_is_too_small_for_a_trimmed_convolution_is_refused_as_by_torch() -> None:
-    layer = nn.Conv2d(1, 1, 5)
+@pytest.mark.parametrize(
+    ("kernel", "shape", "said"),
+    [
+        (5, (1, 1, 2, 2), r"padded input size per channel: \(2 x 2\). Kernel size: \(5 x 5\)"),
+        ((7, 3), (1, 1, 4, 1), r"padded input size per channel: \(6 x 3\). Kernel size: \(7 x 3\)"),
+        (3, (1, 2, 1, 1), r"weight of size \[1, 1, 3, 3\], expected input\[1, 2, 1, 1\] to have 1 channels"),
+        (3, (2,), r"Expected 3D \(unbatched\) or 4D \(batched\) input to conv2d"),
+    ],
+)
+def test_an_input_that_does_not_fit_a_trimmed_convolution_is_refused_as_by_torch(
+    kernel: Any, shape: tuple[int, ...], said: str
+) -> None:
+    layer = nn.Conv2d(1, 1, kernel, padding=0 if kernel == 5 else 1)
     trim_kernels(layer)
-    with pytest.raises(RuntimeError, match=r"padded input size per channel: \(2 x 2\). Kernel size: \(5 x 5\)"):
-        layer(torch.randn(1, 1, 2, 2))
+    with pytest.raises(RuntimeError, match=said):
+        layer(torch.randn(shape))
+
+
+def test_a_convolution_that_was_changed_after_it_was_made_computes_what_torchs_does() -> None:
+    """Its stride or padding is a number, its weight smaller than its kernel_size says, or it reads padding alone."""
+    layers, x = [nn.Conv2d(1, 1, 3, padding=1) for _ in range(3)] + [nn.Conv2d(1, 1, 2, 4, 2)], torch.randn(1, 1, 2, 1)
+    vars(layers[0])["stride"] = vars(layers[1])["padding"] = 2
+    layers[2].weight = nn.Parameter(torch.randn(1, 1, 2, 2))
+    for layer in layers:
+        expected = layer(x)
+        trim_kernels(layer)
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_trimmed_convolution_is_compiled_without_a_break() -> None:
+    layer = nn.Conv2d(1, 1, 3, padding=1)
+    trim_kernels(layer)
+    x = torch.randn(1, 1, 1, 1)
+    assert torch.allclose(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
 
 
 @pytest.mark.parametrize(("padding", "more"), [("same", {}), (1, {"dilation": 2}), (1, {"padding_mode": "circular"})])

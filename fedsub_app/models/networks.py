@@ -85,13 +85,17 @@ class TrimmedConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of ``x``, [n, channels, height, width], with another rounding than ``nn.Conv2d``."""
-        kernel, padding, size = self.kernel_size, self.padding, x.shape[-2:]
-        small = size[0] < kernel[0] or size[1] < kernel[1]  # rarely: the quickest test first
-        if not (small and _by_onednn(x)) or _traced() or isinstance(padding, str):
+        kernel, size = self.kernel_size, x.shape[-2:]
+        small = len(size) == 2 and (size[0] < kernel[0] or size[1] < kernel[1])  # rarely: the quickest test first
+        if not small or _traced() or not _by_onednn(x):
             return super().forward(x)
-        parts = [_reached(*axis) for axis in zip(size, kernel, self.stride, padding, strict=True)]
-        (rows, top), (columns, left) = parts
-        return torch.conv2d(x, self.weight[:, :, rows, columns], self.bias, self.stride, (top, left), 1, self.groups)
+        axes: Any = zip(size, self.weight.shape[2:], self.stride, self.padding, strict=True)
+        (rows, top), (columns, left) = (_reached(*axis) for axis in axes)
+        weight = self.weight[:, :, rows, columns]
+        try:
+            return torch.conv2d(x, weight, self.bias, self.stride, (top, left), 1, self.groups)
+        except RuntimeError:  # its text would have the sizes of what is left
+            return super().forward(x)
 
 
 def _by_onednn(x: Tensor) -> bool:
@@ -100,7 +104,7 @@ def _by_onednn(x: Tensor) -> bool:
 
 def _traced() -> bool:
     """Say whether the network is being written down for another runtime."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _reached(size: int, kernel: int, stride: int, padding: int) -> tuple[slice, int]:
@@ -109,14 +113,16 @@ def _reached(size: int, kernel: int, stride: int, padding: int) -> tuple[slice, 
     first, last = max(0, padding - (places - 1) * stride), min(kernel, size + padding)
     less = padding - first
     even = (size + 2 * less - (last - first)) // stride + 1 == places  # else another padding before than behind
-    return (slice(first, last), less) if places > 0 and even else (slice(None), padding)
+    return (slice(first, last), less) if places > 0 and even and first < last else (slice(None), padding)
 
 
 def trim_kernels(model: nn.Module) -> None:
     """Let the network's convolutions leave out what reaches nothing but padding (:class:`TrimmedConv2d`)."""
     for module in model.modules():
         if type(module) is nn.Conv2d and module.padding_mode == "zeros" and module.dilation == (1, 1):
-            module.__class__ = TrimmedConv2d
+            sizes = (module.kernel_size, module.stride, module.padding)
+            if all(isinstance(size, tuple) for size in sizes):  # else "same", or a number that was set later
+                module.__class__ = TrimmedConv2d
 
 
 def _conv_net(
