@@ -5,6 +5,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -199,6 +200,35 @@ def test_a_process_counts_as_started_when_ps_has_its_command_line(
         assert processes.running({"it": process})
     finally:
         os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_process_whose_start_is_interrupted_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id is in no file yet, so that `fedsub federation down` could not end it."""
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def interrupted(*columns: str) -> list[list[str]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "listed", interrupted)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *words, **given: started.append(popen(*words, **given)) or started[0]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        processes.start(["sleep", "20"], tmp_path / "log", os.environ)
+    assert started[0].wait(15) == -signal.SIGKILL
+
+
+def test_the_doors_settings_are_written_in_a_locale_of_ascii_alone(tmp_path: Path) -> None:
+    ascii_alone = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "FLWR_HOME": str(tmp_path)}
+    code = """
+import sys; from pathlib import Path; from fedsub_app.deployment import commands, federation
+commands.nginx, federation.Starting.all = lambda: "nginx", lambda _: None
+federation.up(Path(sys.argv[1]), host="localhost", nodes=0)"""
+    folder = tmp_path / "für alle"
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ascii_alone, check=False)
+    assert not done.returncode, done.stderr
+    assert f'"{folder}/keys/users.pem"' in (folder / "door.conf").read_text("utf-8")
 
 
 # --- files and names of unknown origin --------------------------------------------------------------------------------

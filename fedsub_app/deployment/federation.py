@@ -87,7 +87,8 @@ def up(folder: Path, **changes: Any) -> Federation:
         old = federation.registered if (folder / "superlink.db").exists() else []
         federation.registered = [number for number in old if folder / "keys" / commands.node(number) not in made]
         if has_door(federation):
-            (folder / "door.conf").write_text(door_settings(folder, federation.port, federation.door))
+            text = door_settings(folder, federation.port, federation.door)
+            (folder / "door.conf").write_text(text, "utf-8", "surrogateescape")
         pids = {name: federation.processes[name].pid for name in before}
         wanted = _commands(folder, federation, keys).items()
         federation.processes = {name: Process(command, pids.get(name, 0)) for name, command in wanted}
@@ -156,7 +157,7 @@ def has_door(federation: Federation) -> bool:
 
 def door_settings(folder: Path, port: int, door_port: int) -> str:
     """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
-    text = (flower.PROJECT / "docker" / "nginx.conf").read_text()
+    text = (flower.PROJECT / "docker" / "nginx.conf").read_text("utf-8")
     text = re.sub("/(tmp|keys)/", lambda found: f"{folder}/" + "keys/" * (found[1] == "keys"), text)
     return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
 

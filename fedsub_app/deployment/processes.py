@@ -45,16 +45,20 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> in
             umask=0o077,  # logs, database, clients' states
         )
     deadline, started = time.monotonic() + LISTED_S, {"it": Process([*command], process.pid)}
-    while not running(started) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(LOOK_S / 10)
+    try:
+        while not running(started) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 10)
+    except BaseException:  # such as Ctrl-C: its id is known here alone
+        process.kill()
+        raise
     return process.pid
 
 
 def listed(*columns: str) -> list[list[str]]:
     """Return these columns of ps for every process of this machine; the last one, the command line, may lack."""
     command = ["ps", "-axww", "-o", ",".join(f"{column}=" for column in columns)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
-    return [line.split(None, len(columns) - 1) for line in done.stdout.splitlines()]
+    done = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
+    return [os.fsdecode(line).split(None, len(columns) - 1) for line in done.stdout.splitlines()]
 
 
 def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
