@@ -201,7 +201,7 @@ def test_a_file_that_no_run_can_be_compared_with_is_refused(tmp_path: Path) -> N
         path.write_text(json.dumps(made({"a": [1.0]}) | keys))
         with pytest.raises(UserError, match=r"table\.json: not the file of a table"):
             read_evidence(path)
-    for wrong in ({"final": "abc"}, {"final": [1.0]}, {"totals": 3}):
+    for wrong in ({"final": "abc"}, {"final": [1.0]}, {"final": 1e308}, {"final": 10**400}, {"totals": 3}):
         content = made({"a": [1.0, 2.0]})
         content["rows"][0]["runs"][0] |= wrong
         path.write_text(json.dumps(content))

@@ -130,7 +130,7 @@ def write_evidence(path: Path, content: Json) -> Path:
 def read_evidence(path: Path) -> Json:
     """Return a table's file; :class:`UserError`: it is none, or :func:`check` could not compare a run with it."""
     content = read_json(path)
-    with suppress(AttributeError, KeyError, TypeError, ValueError):
+    with suppress(ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         rows = [(row["setting"], row["method"], *(int(run["seed"]) for run in row["runs"])) for row in content["rows"]]
         check(content, content)
         seeds = content.get("seeds", 1)
