@@ -181,6 +181,14 @@ def test_mask_of_ones_changes_no_bit(shape, server_lr, monkeypatch):
     assert torch.equal(plain, broadcast)
 
 
+def test_mask_of_ones_changes_no_bit_of_a_number_in_float64():
+    """torch rounds a 0-dim float64 to float32 before it adds it to a float32 tensor, not after."""
+    xs = [torch.tensor(x, dtype=torch.float64) for x in (0.1, 1.7, 1 + 2**-24 + 2**-40, 2**-24)]
+    bare = masked_mean({"a": torch.zeros(())}, [Contribution({"a": x}) for x in xs])
+    ones = [Contribution({"a": x}, {"a": torch.ones((), dtype=torch.bool)}) for x in xs]
+    assert torch.equal(bare["a"], masked_mean({"a": torch.zeros(())}, ones)["a"])
+
+
 def test_mask_of_ones_changes_no_bit_whatever_the_memory_layout():
     noise = generator(0)
     old = {"w": torch.randn(6, 5, 3, 3, generator=noise)}

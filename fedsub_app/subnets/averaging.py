@@ -128,14 +128,14 @@ class MaskedMean:
     def _add_whole(self, name: str, terms: Sequence["_Term"]) -> None:
         """Add to a tensor block by block, so that each update is read from memory once."""
         sums, weights = self._sums[name], self._weights[name]
+        if self._old[name].dim() == 0:  # blocks are cut along axis 0; torch adds a 0-dim float64 as float32
+            terms = [t._replace(x=t.x[None], mask=t.mask if t.mask is None else t.mask[None]) for t in terms]
         masked, rows = bool(weights.dim()), max(1, BLOCK * len(sums) // sums.numel())
         fits = rows >= len(sums)
         if fits and not masked and all(term.weight == 1 for term in terms):
             for term in terms:  # as below, where the preparations take longer than these sums
                 sums.add_(term.x)
             return
-        if self._old[name].dim() == 0:  # blocks are cut along axis 0
-            terms = [t._replace(x=t.x[None], mask=t.mask if t.mask is None else t.mask[None]) for t in terms]
 
         def cut(x: Tensor) -> Sequence[Tensor]:  # splitting a tensor that fits one block costs as much as summing it
             return (x,) if fits else x.split(rows)
