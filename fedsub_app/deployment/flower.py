@@ -288,7 +288,7 @@ def bundle(settings: "Settings") -> Iterator[Path]:
         if settings.method not in BUILT_IN:  # Flower refuses keys that are not there
             options = settings.options.toml()
             lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in options.items()]
-            with (Path(folder) / "pyproject.toml").open("a") as file:
+            with (Path(folder) / "pyproject.toml").open("a", encoding="utf-8") as file:
                 file.write("\n".join(["", f"[{TABLE}.{settings.section}]", *lines, ""]))
         for key, text in own.items():
             copy = Path(folder) / bundled(text).relative_to(PROJECT)
