@@ -11,10 +11,11 @@ import pytest
 from helpers import rounds
 
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_json
 from fedsub_app.common.tensors import Json
 from fedsub_app.reports.records import Record
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.recorded import _allows_more
+from fedsub_app.runs.recorded import _allows_more, settings_of
 from fedsub_app.runs.rounds import ended_by, read_rounds
 from fedsub_app.studies.evidence import at_budgets
 
@@ -185,3 +186,16 @@ def test_a_budget_is_raised_on_resume(run_local: Run) -> None:
 )
 def test_what_is_more(key: str, old: float, value: float, task: str, more: bool) -> None:
     assert _allows_more(key, value, old, {"task": task}) is more
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "old", "value", "has"),
+    [("regression", "stop-at-score", 70.0, 75.0, "70.0"), ("classification", "max-bytes", 0.0, 1e6, "0.0, no limit")],
+)
+def test_a_tighter_limit_is_refused(task: str, key: str, old: float, value: float, has: str, tmp_path: Path) -> None:
+    settings = resolve({"task": task, "partition": "iid", key: old}).flat()
+    write_json(tmp_path / "settings.json", {"run-id": "0" * 12, "settings": settings})
+    with pytest.raises(UserError) as refused:
+        settings_of({"run-dir": str(tmp_path), "resume": True, key: value})
+    said = f"{key} = {value}: the run to resume in {tmp_path} has {has}; it can only go further"
+    assert str(refused.value) == said

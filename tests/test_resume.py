@@ -293,6 +293,6 @@ def test_a_run_is_not_made_shorter(killed: Path, tmp_path: Path) -> None:
         refused = fedsub(tmp_path, "run", "--resume", str(killed), "-s", f"num-rounds={rounds}")
         assert refused.code == 2
         value = rounds if rounds.isdigit() else repr(rounds)
-        said = f"error: num-rounds = {value}: the run to resume in {killed} has 4; it can only get more\n"
+        said = f"error: num-rounds = {value}: the run to resume in {killed} has 4; it can only go further\n"
         assert refused.err == said
     assert tree(killed) == before

@@ -52,8 +52,9 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
         if (key not in LOCATION_KEYS or key == "experiment") and recorded.get(key) != canonical(key, value):
             old = recorded.get(key)
             if key not in EXTENDED or not _allows_more(key, value, old, recorded):
-                more = "; it can only get more" if key in EXTENDED else ""
-                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{more}")
+                none = ", no limit" * (key in EXTENDED[1:] and not old)
+                more = "; it can only go further" if key in EXTENDED else ""
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{none}{more}")
             if key == "num-rounds" and recorded.get("lr-schedule") == "cosine":
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has a cosine to {old!r}")
             longer[key] = value
