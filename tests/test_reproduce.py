@@ -97,6 +97,13 @@ def test_a_row_is_a_setting_with_a_method(table: str) -> None:
     assert local.overrides["target-score"] == 0.0  # the method's keys win over the setting's
 
 
+@pytest.mark.parametrize("key", ["fedselect.alpha", '"fedselect.alpha"'])
+def test_a_methods_own_key_stands_as_in_an_experiment(table: str, key: str) -> None:
+    own = f'set = {{ method = "fedselect", {key} = 0.3 }}'
+    conf_files.tables()[table].write_text(TABLE.replace('set = { method = "fedavg" }', own))
+    assert read_table(table).rows[0].overrides["fedselect.alpha"] == 0.3
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [

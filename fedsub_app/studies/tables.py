@@ -8,14 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count, CountOrZero, Section, Value, wanted
+from fedsub_app.common.section import Count, CountOrZero, Section, Value, flatten, wanted
 from fedsub_app.runs.config import applicable_keys
+
+# Keys as an experiment has them: fedselect.alpha = 0.1, in quotes or not.
+Keys = Annotated[dict[str, Value], BeforeValidator(lambda keys: flatten(keys) if isinstance(keys, dict) else keys)]
 
 
 class Entry(Section):
@@ -47,7 +50,7 @@ class TableSetting(Entry):
 
     name: str
     experiment: str
-    overrides: dict[str, Value] = Field(alias="set", default={})
+    overrides: Keys = Field(alias="set", default={})
     paper: dict[str, Paper] = Field(default={})
 
     def beside(self, table: Path) -> "TableSetting":
@@ -61,7 +64,7 @@ class TableMethod(Entry):
     """A method: keys set on top of those of a setting."""
 
     label: str
-    overrides: dict[str, Value] = Field(alias="set", default={})
+    overrides: Keys = Field(alias="set", default={})
 
 
 class Table(Entry):
