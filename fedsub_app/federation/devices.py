@@ -6,12 +6,13 @@ neither a node nor a resumed run reads it again.
 """
 
 import json
+import re
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from fedsub_app.common.conf_files import conf_folder, is_file, read_toml
 from fedsub_app.common.errors import shown
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
 torch, seeds = Late("torch"), Late("fedsub_app.common.seeds")  # torch takes seconds
 
 
+def _named(name: str) -> str:
+    if len(name) > 40 or not re.fullmatch(r"[a-z0-9][a-z0-9.]*(-[a-z0-9.]+)*", name):
+        raise ValueError("must be lower-case letters a to z, digits and dots, in words joined by '-', at most 40")
+    return name
+
+
 class Device(Section):
     """One class of devices; a speed or a memory of 0 has no limit."""
 
-    # its name in reports: lower-case letters and digits, in words joined by '-'
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.]*(-[a-z0-9.]+)*$", max_length=40)]
+    name: Annotated[str, AfterValidator(_named)]  # in reports
     share: Annotated[float, Field(gt=0, le=1)]  # fraction of the clients; those of all classes add up to 1
     width: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of each hidden layer's units that it can hold
     flops_per_second: AmountOrNone = None  # training speed: 2 x MAC, forward and backward
@@ -106,7 +112,8 @@ def _classes(text: str) -> tuple[Device, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = " ".join(str(part + 1) if isinstance(part, int) else part for part in first["loc"])
-        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {wanted(first['msg'])}"
+        said = wanted(first["msg"]).removeprefix("Value error, ")
+        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {said}"
         raise ValueError(f"{where} {reason}") from None
     names = [device.name for device in classes]
     if len({*names}) < len(names):
