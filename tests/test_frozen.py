@@ -327,9 +327,10 @@ def test_an_adapter_is_a_change_of_its_layers_weight() -> None:
     assert list(tensors_of(model)) == ["0.lora_A.default.weight", "0.lora_B.default.weight", "7.0.weight", "7.0.bias"]
 
 
-def test_targets_that_are_not_there() -> None:
-    with pytest.raises(UserError, match="lora-targets = 'query': model = 'residual' has embed, fc"):
-        lora(targets=("query",))
+@pytest.mark.parametrize("targets", [("query",), ("fc", "query")])
+def test_targets_that_are_not_there(targets: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=f"lora-targets = '{', '.join(targets)}': model = 'residual' has embed, fc"):
+        lora(targets=targets)
 
 
 # --- pretrained weights -----------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def _add_adapters(model: nn.Module, trained: Trained, kept: Collection[str], nam
     layers = [n for n, m in named.items() if f"{n}.weight" not in kept and _fits(m) and id(m.weight) not in base]
     ends = tuple(f".{target}" for target in trained.targets) or ("",)
     targets = [path for path in layers if f".{path}".endswith(ends)]
-    if not targets:
+    if not all(any(f".{path}".endswith(end) for path in layers) for end in ends):  # one of several names may be wrong
         have = ", ".join(sorted({path.rpartition(".")[2] for path in layers})) or "no such layer but its head"
         raise UserError(f"lora-targets = {', '.join(trained.targets)!r}: model = {name!r} has {have}")
     how = {"r": trained.rank, "lora_alpha": trained.alpha, "lora_dropout": trained.dropout}
