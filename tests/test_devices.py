@@ -113,12 +113,18 @@ def test_presets_are_valid_and_name_their_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[[class]]\nname = "a"\nshare = 1\nwidth = 2', "class 1 width = 2: must be less than or equal to 1"),
-        ('[[class]]\nname = "a"\nshare = 1\nwidht = 1', "class 1 widht = 1: Extra inputs are not permitted"),
-        ('[[class]]\nname = "a"', "class 1 share missing"),
-        ('[[class]]\nname = "My phone"\nshare = 1', "class 1 name = 'My phone': must be lower-case letters a to z, "),
+        ('[[class]]\nname = "a"\nshare = 1\nwidth = 2', "class 1, width = 2: must be less than or equal to 1"),
+        (
+            '[[class]]\nname = "a"\nshare = 1\nwidht = 1',
+            "class 1: 'widht': unknown key; allowed are name, share, width, ",
+        ),
+        ('[[class]]\nname = "a"', "class 1, share: missing"),
+        ('[[class]]\nname = "My phone"\nshare = 1', "class 1, name = 'My phone': must be lower-case letters a to z, "),
         ('[[class]]\nname = "a"\nshare = 0.5', "the shares add up to 0.5: must be 1"),
         ('[[class]]\nname = "a"\nshare = 0.5\n[[class]]\nname = "a"\nshare = 0.5', "two classes of one name in a, a"),
+        ("[classes.a]\nshare = 1", "'classes': unknown key; allowed are class"),
+        ('class = "a"', "class = 'a': must be a list"),
+        ('class = ["a"]', "class 1 = 'a': must be a table of name, share, "),
         ("class = []", "class = []: Tuple should have at least 1 item"),
         ("[[class]", "not valid TOML"),
     ],

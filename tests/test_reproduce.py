@@ -115,7 +115,7 @@ def test_a_methods_own_key_stands_as_in_an_experiment(table: str, key: str) -> N
         (
             '{ rounds = "7", final = "12.3 ± 0.4" }',
             '["7", "12.3"]',
-            "setting 1, paper, FedAvg: ['7', '12.3']: must be a table of rounds, final, gigabytes, gflops",
+            "setting 1, paper, FedAvg = ['7', '12.3']: must be a table of rounds, final, gigabytes, gflops",
         ),
         ('rounds = "7"', "rounds = 7", "setting 1, paper, FedAvg, rounds = 7: must be a text"),
         ("paper.FedAvg", "paper.FedAvgg", "setting 1, paper.FedAvgg: no such method; allowed are FedAvg, local"),

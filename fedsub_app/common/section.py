@@ -8,9 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
+from fedsub_app.common.errors import shown
 from fedsub_app.common.files import Json as Json
 from fedsub_app.common.spelling import Value as Value
 
@@ -31,6 +41,21 @@ class Section(BaseModel):
 
     def toml(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True)
+
+
+class Entry(Section):
+    """A part of a file that is all tables; a key that it does not have is refused with those that it has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, content: Any) -> Any:
+        allowed = [str(field.alias) for field in cls.model_fields.values()]
+        if not isinstance(content, dict):
+            raise ValueError(f"must be a table of {', '.join(allowed)}")
+        for key in content:
+            if key not in allowed:
+                raise ValueError(f"{key!r}: unknown key; allowed are {', '.join(allowed)}")
+        return content
 
 
 class SeedSettings(Section):
@@ -99,6 +124,9 @@ _KINDS = {
     "a valid integer": "an integer",
     "a valid boolean": "true or false",
     "a valid string": "a text",
+    "a valid list": "a list",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a table",
 }
 
 
@@ -106,6 +134,18 @@ def wanted(message: str) -> str:
     """Return pydantic's ``Input should be …`` in our words, ``must be …``; its other messages stay as they are."""
     kind = message.removeprefix("Input should be ")
     return message if kind == message else f"must be {_KINDS.get(kind, kind)}"
+
+
+def fault(error: ValidationError) -> str:
+    """Return the first fault: ``setting 2, paper, FedAvg: 'finall': unknown key; allowed are …``."""
+    first = error.errors()[0]
+    places = (f" {place + 1}" if isinstance(place, int) else f", {place}" for place in first["loc"])
+    where = "".join(places).removeprefix(", ")
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    value = "" if isinstance(first["input"], dict) else f" = {shown(first['input'])}"
+    own = first["type"] == "value_error"  # a check of our own says what is allowed
+    return f"{where}{value}: {first['ctx']['error'] if own else wanted(first['msg'])}".removeprefix(": ")
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "", deep: bool = False) -> dict[str, Value]:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedsub_app.common.conf_files import conf_folder, is_file, read_toml
-from fedsub_app.common.errors import shown
 from fedsub_app.common.late import Late
-from fedsub_app.common.section import AmountOrNone, NonNegative, Section, wanted
+from fedsub_app.common.section import AmountOrNone, Entry, NonNegative, fault
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ def _named(name: str) -> str:
     return name
 
 
-class Device(Section):
+class Device(Entry):
     """One class of devices; a speed or a memory of 0 has no limit."""
 
     name: Annotated[str, AfterValidator(_named)]  # in reports
@@ -51,7 +50,7 @@ class Device(Section):
         return sum(amount / speed for amount, speed in amounts if speed)
 
 
-class _File(Section):
+class _File(Entry):
     classes: Annotated[tuple[Device, ...], Field(alias="class", min_length=1, strict=False)]
 
 
@@ -110,11 +109,7 @@ def _classes(text: str) -> tuple[Device, ...]:
     try:
         classes = _File.model_validate(content).classes
     except ValidationError as error:
-        first = error.errors()[0]
-        where = " ".join(str(part + 1) if isinstance(part, int) else part for part in first["loc"])
-        said = wanted(first["msg"]).removeprefix("Value error, ")
-        reason = "missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {said}"
-        raise ValueError(f"{where} {reason}") from None
+        raise ValueError(fault(error)) from None
     names = [device.name for device in classes]
     if len({*names}) < len(names):
         raise ValueError(f"two classes of one name in {', '.join(names)}")

@@ -8,32 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fedsub_app.common.conf_files import conf_name, is_file, read_toml, tables
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.section import Count, CountOrZero, Section, Value, flatten, wanted
+from fedsub_app.common.section import Count, CountOrZero, Entry, Value, fault, flatten
 from fedsub_app.runs.config import applicable_keys
 
 # Keys as an experiment has them: fedselect.alpha = 0.1, in quotes or not.
 Keys = Annotated[dict[str, Value], BeforeValidator(lambda keys: flatten(keys) if isinstance(keys, dict) else keys)]
-
-
-class Entry(Section):
-    """A part of a table's file; a key that it does not have is told with those that it has."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, content: Any) -> Any:
-        allowed = [str(field.alias) for field in cls.model_fields.values()]
-        if not isinstance(content, dict):
-            raise ValueError(f"{content!r}: must be a table of {', '.join(allowed)}")
-        for key in content:
-            if key not in allowed:
-                raise ValueError(f"{key!r}: unknown key; allowed are {', '.join(allowed)}")
-        return content
 
 
 class Paper(Entry):
@@ -124,7 +109,7 @@ def read_table(name: str) -> Table:
     try:
         table = Table.model_validate(read_toml(path))
     except ValidationError as error:
-        raise UserError(f"{conf_name(path)}: {_fault(error)}") from None
+        raise UserError(f"{conf_name(path)}: {fault(error)}") from None
     table = table.model_copy(update={"settings": [setting.beside(path) for setting in table.settings]})
     rows: dict[str, Row] = {}
     for row in table.rows:
@@ -132,15 +117,3 @@ def read_table(name: str) -> Table:
             both = " and ".join(repr(f"{each.setting} {each.label}") for each in (other, row))
             raise UserError(f"{conf_name(path)}: rows {both} would share the folder {row.slug!r}; name one otherwise")
     return table
-
-
-def _fault(error: ValidationError) -> str:
-    """Return the first fault: ``setting 2, paper, FedAvg: 'finall': unknown key; allowed are …``."""
-    first = error.errors()[0]
-    places = (f" {place + 1}" if isinstance(place, int) else f", {place}" for place in first["loc"])
-    where = "".join(places).removeprefix(", ")
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    if first["type"] == "value_error":  # our own checks already say what is allowed
-        return f"{where}: {first['ctx']['error']}".removeprefix(": ")
-    return f"{where} = {first['input']!r}: {wanted(first['msg'])}"
