@@ -420,6 +420,12 @@ def test_a_node_that_says_another_number_of_partitions_is_left_out(
         federation(node_timeout=0.05).meet(grid)
 
 
+def test_more_nodes_than_a_simulation_has_are_refused_at_once() -> None:
+    """The run waited for ``node-timeout``."""
+    with pytest.raises(UserError, match=r"^min-nodes = 4: at most 3, the nodes of the simulation$"):
+        federation(node_timeout=120.0, min_nodes=4).meet(LocalGrid(app, {}, 3))
+
+
 @pytest.mark.parametrize("min_nodes", [0, 2])
 def test_nodes_that_disagree_on_the_number_of_partitions(min_nodes: int) -> None:
     """Neither is the majority: with ``min-nodes`` the run began, and clients 2 and 5 of 6 were away in all rounds."""

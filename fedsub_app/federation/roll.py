@@ -76,6 +76,7 @@ class Roll:
                 if not self._twin(node):
                     log.info("node %s takes the place of the one of partition-id = %s", node_id, node.partition_id)
                     self.nodes[node_id] = self.waiting.pop(node_id)
+            self._check_min_nodes()
             missing = self._missing()
             if not wait or not missing or (self.met and time.monotonic() > deadline):
                 self.met = True
@@ -88,6 +89,12 @@ class Roll:
                 there = f"{len(self.nodes)} nodes there, missing: {missing}"
                 raise UserError("; ".join([f"node-timeout = {self.settings.node_timeout:g}: {there}", *wrong]))
             time.sleep(pause(self.settings.node_timeout + time.monotonic() - deadline))
+
+    def _check_min_nodes(self) -> None:
+        """Refuse ``min-nodes`` above the nodes of a simulation, which are all there from the start."""
+        least, here = self.settings.min_nodes or 0, len(self.nodes)
+        if 0 < here < least and all(node.simulated and node.num_partitions == here for node in self.nodes.values()):
+            raise UserError(f"min-nodes = {least}: at most {here}, the nodes of the simulation")
 
     def _missing(self) -> str:
         if len({node.num_partitions for node in self.nodes.values()}) > 1:  # as many nodes say one as another
