@@ -77,6 +77,24 @@ def test_what_is_trained(what: str, names: list[str]) -> None:
     assert base_names(model) | {*expected} == {*model.state_dict()}
 
 
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_a_head_that_is_the_embedding_too_is_not_trained(first: str) -> None:
+    """Whichever of the two layers the network makes first; where it was the head, its weight was trained."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = {"embed": nn.Linear(4, 6, bias=False), "head": nn.Linear(4, 6)}
+            for name in sorted(layers, reverse=first == "head"):
+                self.add_module(name, layers[name])
+            layers["embed"].weight = layers["head"].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule("head")(self.get_submodule("embed")(x)[:, :4])
+
+    assert list(tensors_of(freeze(adopted(Tied(), (4,)), Trained("head"), "tied"))) == ["head.bias"]
+
+
 def test_biases_are_those_of_recurrent_layers_too() -> None:
     model = freeze(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2)), Trained("bias"), "lstm")
     assert list(tensors_of(model)) == ["0.bias_ih_l0", "0.bias_hh_l0", "1.weight", "1.bias"]

@@ -111,7 +111,9 @@ def base_bytes(model: nn.Module) -> int:
 
 def _trained_names(model: nn.Module, trained: Trained, what: str) -> set[str]:
     every = tuple(tensors_of(model))
-    head = {*head_names(model), *fresh_names(model)} & {*every}
+    whole = {*head_names(model), *fresh_names(model)}
+    tied = {first for name, first in ties(model).items() if name not in whole}  # of an embedding, by either's name
+    head = whole & {*every} - tied
     if trained.what == "head" and head:
         return head
     if _of_tokens(model):  # a language model's head is as trained as the rest
