@@ -21,7 +21,7 @@ import fedsub_app
 from fedsub_app.common.code import code_digest, text_digest
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Inputs, blank, drawn, form_of, joined
-from fedsub_app.common.tasks import TASKS
+from fedsub_app.common.tasks import TASKS, NextToken, Regression
 from fedsub_app.data import LazySamples, load_dataset, make_partition, own
 from fedsub_app.data.own import own_dataset
 from fedsub_app.data.text import next_tokens, padded, python_packages, tokenizer_of
@@ -157,6 +157,67 @@ def test_a_lazy_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
         )
         models.append((record.folder / "model.safetensors").read_bytes())
     assert models[0] == models[1]
+
+
+def test_integers_of_a_task_of_ones_own_are_no_classes() -> None:
+    """Counts ended in a traceback, and the highest of the ranks that K - 1 outputs tell apart went to no client."""
+
+    class Ranks(Regression):
+        def outputs(self, y: Tensor) -> int:
+            return int(y.max())
+
+        def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+            return y
+
+    data = own_dataset(((X, torch.arange(len(X)) % 4), (X, torch.arange(len(X)) % 4)), Ranks())
+    assert (data.num_classes, data.has_classes, data.label_count) == (3, False, 1)
+    assert sum(map(len, make_partition(data, resolve({"partition": "iid"}).partitioning).train)) == len(X)
+    with pytest.raises(UserError, match=r"^partition = 'classes'"):
+        make_partition(data, resolve({"partition": "classes"}).partitioning)
+
+
+def test_augmentation_is_refused_where_labels_would_have_to_move_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PerPixel(Regression):
+        def loss(self, output: Tensor, y: Tensor, reduction: Any = "mean") -> Tensor:
+            return super().loss(output, y.flatten(1), reduction)
+
+        def sums(self, output: Tensor, y: Tensor) -> Any:
+            return super().sums(output, y.flatten(1))
+
+        def targets(self, y: Tensor, output: tuple[int, ...]) -> Tensor:
+            return y
+
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    images = torch.arange(320.0).view(20, 1, 4, 4) / 320
+    own = {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 16)), "task": PerPixel()}
+    own["data"] = ((images, images[:, 0]), (images, images[:, 0]))
+    keys = {"method": "fedavg", "num-rounds": 1, "partition": "iid", "lr": 0.01}
+    assert fedsub_app.run(keys, **own).summary["rounds"] == 1
+    with pytest.raises(UserError, match=r"^augment = 'crop-flip': moves images, but not labels of own, one a pixel$"):
+        fedsub_app.run(keys | {"augment": "crop-flip"}, **own)
+
+
+def test_groups_may_be_an_iterator_and_both_parts_have_them() -> None:
+    groups = ["a", "b"] * (len(X) // 2)
+    assert own_dataset(((X, Y, iter(groups)), (X, Y, iter(groups))), CLASSES).sources == ("a", "b")
+    with pytest.raises(UserError, match=r"^test: no groups: the training samples have groups$"):
+        own_dataset(((X, Y, groups), (X, Y)), CLASSES)
+    with pytest.raises(UserError, match=r"^test: groups: the training samples have no groups$"):
+        own_dataset(((X, Y), (X, Y, groups)), CLASSES)
+
+
+def test_tokens_that_are_read_one_by_one_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample alone gave the number of tokens."""
+    texts = Rows([(one[:-1], one[1:]) for one in torch.arange(60).view(12, 5)])
+    forms = []
+    for limit in (0, 10**9):
+        monkeypatch.setattr(own, "IN_MEMORY", limit)
+        forms.append(own_dataset((texts, texts), NextToken()).in_shape)
+    assert forms[0] == forms[1]
+    assert isinstance(forms[0], Form)
+    assert forms[0].tokens == 60
 
 
 def test_no_groups_may_be_none() -> None:
@@ -415,6 +476,30 @@ def test_a_table_without_a_test_part_and_several_files(table: Path) -> None:
     assert torch.bincount(load_dataset(resolve(keys).data).test_source).tolist() == [2, 2]  # of each group
 
 
+def test_files_of_one_name_in_several_folders_are_several_groups(tmp_path: Path) -> None:
+    for folder in ("north", "south"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ward1.csv").write_text("x,label\n" + "1,0\n2,1\n" * 9)
+    data = load_dataset(resolve(keys_of(tmp_path, "csv:*/ward*.csv", group="file")).data)
+    assert data.sources == ("north/ward1", "south/ward1")
+
+
+def test_a_class_of_test_rows_alone_is_a_note(tmp_path: Path) -> None:
+    """The labels of some published test sets are hidden behind -1."""
+    (tmp_path / "t.csv").write_text("x,label,split\n" + "1,0,train\n2,1,train\n3,-1,test\n" * 6)
+    data = load_dataset(resolve(keys_of(tmp_path, "csv:t.csv")).data)
+    assert data.notes == ("no training sample of the class -1",)
+
+
+def test_numbers_name_columns_and_words_stay_words(tmp_path: Path) -> None:
+    import pandas as pd
+
+    pd.DataFrame(np.arange(48).reshape(24, 2) % 4).to_parquet(tmp_path / "t.parquet")
+    assert load_dataset(resolve(keys_of(tmp_path, "parquet:t.parquet", label="1")).data).labels == ("1", "3")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"x": k, "label": f"0{k % 2}"}) + "\n" for k in range(24)))
+    assert load_dataset(resolve(keys_of(tmp_path, "jsonl:t.jsonl")).data).labels == ("00", "01")
+
+
 def test_a_file_without_rows_changes_no_column(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,label\n" + "1,0\n2,1\n" * 9)
     (tmp_path / "b.csv").write_text("x,label\n")
@@ -564,6 +649,11 @@ BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
             {"t.csv": "x,kind\n" + "1,yes\n2,NA\n" * 9},
             "has 9 empty or infinite values; must have none; words such as NA,",
         ),
+        (
+            "csv:t.csv",
+            {"t.csv": "x,kind\n" + "1,a\n1e39,b\n" * 9},
+            "column 'x' has 8 empty or infinite values; must have",
+        ),
         ("csv:t.csv", {"t.csv": "kind\na\nb\n" * 9}, "dataset = 'csv:t.csv': no column of inputs besides kind"),
         ("parquet:t.parquet", {"t.parquet": "PAR1"}, r"^t.parquet: not a readable parquet file \("),
         ("hf:{}/some", {"some/test.csv": "x,kind\n1,a\n"}, "/some': has test; must have train$"),
@@ -576,6 +666,7 @@ BROKEN = "def load():\n    raise ValueError('no\\ndatabase')\n"
         "too few",
         "inf",
         "class inf",
+        "no float32",
         "word",
         "no inputs",
         "parquet",
@@ -612,8 +703,12 @@ def test_images_of_a_folder_of_the_package_datasets(tmp_path: Path, monkeypatch:
     data = load("alike", width=4)
     assert (len(data.train_y), len(data.test_y), data.in_shape, data.num_classes) == (2, 2, (3, 3, 4), 2)
     assert torch.as_tensor(data.train_x[:])[:, :, 0, 0].tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
+    assert data.labels == ("cat", "dog")
     with pytest.raises(UserError, match=r"images of \(3, 4, 3\) and \(3, 5, 3\): must be of one size$"):
         load("wider", width=5)
+    (tmp_path / "alike/train/cat/two.png").write_text("no image")
+    with pytest.raises(UserError, match=r"^image column 'image': .*UnidentifiedImageError"):
+        load_dataset(resolve(keys_of(tmp_path, f"hf:{tmp_path}/alike", label="label")).data)
 
 
 def test_the_sources_of_the_standard_library() -> None:
@@ -651,6 +746,9 @@ def test_the_sources_of_the_standard_library() -> None:
         ({"input": "size", "task": "regression"}, "label = 'kind': must be numbers"),
         ({"input": "text", "tokenizer": "letters"}, "tokenizer = 'letters': allowed are characters, words, bpe"),
         ({"input": "size", "label": "kind, site"}, "label = 'kind, site': must be one column"),
+        ({"label": ""}, "label = '': must be one column"),
+        ({"dataset": "csv:u.csv", "label": ""}, "label = '': must be one column"),
+        ({"input": "size, kind"}, "input = 'size, kind': 'kind' is the label; must be other columns"),
         ({"dataset": "hf:/nowhere/at/all"}, "dataset = 'hf:/nowhere/at/all': "),
         ({"dataset": "my_data.py:load"}, "dataset = 'my_data.py': No such file"),
         ({"input": "size", "partition": "column", "num-clients": 4}, "partition = 'column' has 1 groups"),
@@ -668,6 +766,7 @@ def test_the_sources_of_the_standard_library() -> None:
 )
 def test_a_source_that_cannot_be_read(table: Path, keys: dict[str, Any], message: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(table)
+    (table / "u.csv").write_text("size,kind\n" + "1,a\n2,b\n" * 9)  # without a test part
     (table / "d.jsonl").write_text('{"d": {"bytes": "x"}, "kind": "a"}\n' * 12)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):

@@ -26,6 +26,7 @@ class Split(NamedTuple):
     x: AnySamples
     y: Tensor
     groups: Sequence[str] = ()
+    largest: Batch | None = None  # of lazy samples: one, with the largest of all at each position
 
 
 def own_dataset(
@@ -47,17 +48,20 @@ def own_dataset(
         raise UserError(f"data = {what}: must be (train, test), each of which {ALLOWED}")
     train = _split(data[0], "train", collate)
     test = _split(data[1], "test", collate, train)
+    if len(test.y) and bool(train.groups) != bool(test.groups):
+        kinds = ("groups", "no groups") if test.groups else ("no groups", "groups")
+        raise UserError(f"test: {kinds[0]}: the training samples have {kinds[1]}")
     first, second = (form_of(one.x[:1] if len(one.y) else train.x[:1]) for one in (train, test))
     if shape_shown(first) != shape_shown(second):
         raise UserError(f"test: samples of shape {shape_shown(second)}: the training samples' is {shape_shown(first)}")
     if isinstance(first, Form) != isinstance(second, Form):  # of one shape: one tensor each
         kinds = ("numbers", "integers") if isinstance(second, Form) else ("integers", "numbers")
         raise UserError(f"test: x of {kinds[1]}: the training samples' is of {kinds[0]}")
-    every = [one.x[:] if isinstance(one.x, Samples) else one.x[:1] for one in (train, test)]
+    every = [one.x[:] if one.largest is None else one.largest for one in (train, test)]
     form, output = form_of(*every), None
     if output_for:
         output = output_for(form)
-    elif isinstance(task, NextToken) and isinstance(every[0], Tensor) and are_next(every[0], train.y):
+    elif isinstance(task, NextToken) and isinstance(every[0], Tensor) and _are_next(train):
         # One vocabulary: a text's first token is no label, its last one no input.
         size = 1 + max(int(part.max()) for part in (*every, train.y, test.y) if isinstance(part, Tensor) and len(part))
         form, output = form_of(*every, tokens=size), task.output(train.y, size)
@@ -97,11 +101,17 @@ def dataset_of(
     return Dataset(*(name, train.x, train_y, train_source, test.x, test_y, test_source), outputs, names, notes, form)
 
 
+def _are_next(split: Split) -> bool:
+    """Say whether the labels are the next tokens; the first samples tell it of those that are read one by one."""
+    x = split.x[:] if split.largest is None else split.x[:10]
+    return isinstance(x, Tensor) and are_next(x, split.y[: len(x)])
+
+
 def _split(data: object, name: str, collate: Collate | None, like: Split | None = None) -> Split:
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         return _read(data, name, collate, like)
     x, y, groups = (*data, ())[:3]
-    given = () if groups is None else groups.tolist() if hasattr(groups, "tolist") else groups
+    given = () if groups is None else groups.tolist() if hasattr(groups, "tolist") else [*groups]
     if any(isinstance(group, float) for group in given):
         raise UserError(f"{name}: groups of floats: must be names or integers; weights of samples are not taken")
     groups = [str(group) for group in given]
@@ -143,9 +153,9 @@ def _tensor(x: object, name: str) -> Tensor:
         raise UserError(f"{name}: a sample is no tensor but {shown(x)[:60]} ({type(x).__name__}); {ALLOWED}")
     _check_dense(x, f"{name}: x")
     if x.is_floating_point():
+        x = x.detach().float()
         if not bool(x.isfinite().all()):
             raise UserError(f"{name}: x: must be finite numbers")
-        x = x.detach().float()
         return channels_last(x) if x.ndim == 4 else x.contiguous()
     if x.dtype not in INTEGERS:
         raise UserError(f"{name}: x of dtype {x.dtype}: must be floating-point, or int64 or bool for tokens and masks")
@@ -189,13 +199,16 @@ def _read(data: Any, name: str, collate: Collate | None, like: Split | None) -> 
             what = "collate" if collate else "an item"
             raise UserError(f"{name}: {what} of samples {positions[:3]}: {one_line(error)[:200]}; {ALLOWED}") from error
 
-    first, _ = batch([0])
+    first = largest = batch([0])[0]
     lazy = first.nbytes * len(data) > IN_MEMORY
-    parts = [(first if lazy else x, y) for x, y in (batch([k]) for k in range(len(data)))]
+    parts = []
     try:
+        for x, y in (batch([k]) for k in range(len(data))):
+            largest = joined([largest, x], lambda two: torch.maximum(*two)) if lazy else largest
+            parts.append((first if lazy else x, y))
         y = torch.cat([y for _, y in parts])
         if lazy:
-            return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y)
+            return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y, (), largest)
         return Split(Samples(_inputs(joined([x for x, _ in parts], torch.cat), name)), y)
     except ValueError as error:
         raise UserError(f"{name}: an item {error}") from None

@@ -138,10 +138,13 @@ class Dataset:
     in_shape: Shape
     labels: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def has_classes(self) -> bool:
-        """Whether a sample is of one class."""
-        return self.train_y.ndim == 1 and not self.train_y.is_floating_point()
+        """Whether a sample is of one class: counts and ranks, of a task of one's own, may be integers too."""
+        if self.train_y.ndim > 1 or self.train_y.is_floating_point():
+            return False
+        every = (self.train_y, self.test_y)
+        return all(int(y.min()) >= 0 and int(y.max()) < self.num_classes for y in every if len(y))
 
     @property
     def label_count(self) -> int:

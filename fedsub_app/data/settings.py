@@ -39,7 +39,8 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of a table -> functio
     "csv": ("read_csv", {"low_memory": False}),  # else long files are read in parts, each with types of its own
     "tsv": ("read_csv", {"sep": "\t", "quoting": 3, "low_memory": False}),
     "parquet": ("read_parquet", {}),
-    "jsonl": ("read_json", {"lines": True, "convert_dates": False, "encoding": "utf-8-sig"}),  # dates: by their names
+    # Neither words such as "01" become numbers nor columns dates by their names.
+    "jsonl": ("read_json", {"lines": True, "convert_dates": False, "dtype": False, "encoding": "utf-8-sig"}),
 }
 SOURCES = (*READERS, "hf")
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 IDS = ("input_ids", "attention_mask")  # as transformers names them
 SPLIT, FILE = "split", "file"  # column of "train" or "test"; column that is added: name of a row's file
+LARGEST = float(torch.finfo(torch.float32).max)  # beyond it a number counts as infinite
 NUMBERS = "biuf"  # kinds of NumPy's types
 HELD_OUT = f"the table comes without a test part: every {HOLD_OUT}th sample of a class or group is one"
 
@@ -40,10 +41,15 @@ def load_source(wanted: DataSettings, task: Task) -> Dataset:
         return _of_code(wanted, task)
     train, test, notes = _rows(wanted, task)
     data = _dataset(wanted, task, train, test, notes)
-    return replace(data, labels=tuple(map(str, _classes(wanted, (train, test))))) if task.classes else data
+    if not task.classes:
+        return data
+    labels = _class_names(wanted, (train, test))
+    if untaught := sorted({*data.test_y.tolist()} - {*data.train_y.tolist()}):
+        notes = (*notes, f"no training sample of the class {', '.join(labels[number] for number in untaught)}")
+    return replace(data, labels=labels, notes=notes)
 
 
-def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[Any]]:
+def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySamples, list[str]]:
     """Return another file's rows as inputs, made like the training inputs, and the classes; ignore its labels."""
     train, test, notes = _rows(wanted, task)
     kind = file.suffix.removeprefix(".")
@@ -54,7 +60,7 @@ def unseen_rows(wanted: DataSettings, task: Task, file: Path) -> tuple[AnySample
         raise UserError(f"dataset = {str(file)!r}: no rows")
     unseen = rows.assign(**{name: train[name].iloc[0] for name in (*wanted.label, wanted.group) if name})
     data = _dataset(wanted.model_copy(update={"dataset": str(file)}), task, train, unseen, notes)
-    return data.test_x, _classes(wanted, (train, test)) if task.classes else list(wanted.label)
+    return data.test_x, [*(_class_names(wanted, (train, test)) if task.classes else wanted.label)]
 
 
 def _rows(wanted: DataSettings, task: Task) -> "tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]":
@@ -110,7 +116,10 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     if not files:
         here = "" if Path(pattern).anchor else f" here or in {data}"
         raise UserError(f"dataset = {wanted.dataset!r}: no such file{here}")
-    parts = [_read(kind, file, wanted) for file in files]
+    folder = os.path.commonpath([file.parent for file in files])
+    alike = len({file.stem for file in files}) < len(files)  # north/ward1.csv and south/ward1.csv
+    names = [str(file.relative_to(folder).with_suffix("")) if alike else file.stem for file in files]
+    parts = [_read(kind, file, wanted, name) for file, name in zip(files, names, strict=True)]
     rows = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)  # columns of none have no types
     if SPLIT not in rows:
         return rows, None, ()
@@ -120,15 +129,16 @@ def _of_files(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None,
     return rows[~test].drop(columns=SPLIT), rows[test].drop(columns=SPLIT), ()
 
 
-def _read(kind: str, file: Path, wanted: DataSettings) -> "pd.DataFrame":
-    """Return the table in a file; if a key names the column ``file`` and there is none, add it: the file's name."""
+def _read(kind: str, file: Path, wanted: DataSettings, name: str = "") -> "pd.DataFrame":
+    """Return the table in a file; if a key names the column ``file`` and there is none, add it: the file's ``name``."""
     import pandas as pd
 
     reader, options = READERS[kind]
     with explained(f"{file}: not a readable {kind} file", 200):
         rows: pd.DataFrame = getattr(pd, reader)(file, **options)
+    rows.columns = rows.columns.map(str)  # those of an array are integers
     made = FILE in (*wanted.input, *wanted.label, wanted.group) and FILE not in rows
-    return rows.assign(**{FILE: file.stem}) if made else rows
+    return rows.assign(**{FILE: name}) if made else rows
 
 
 def _of_hub(wanted: DataSettings) -> "tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]":
@@ -151,11 +161,15 @@ def _frame(rows: Any) -> "pd.DataFrame":
 
     images = [name for name, kind in rows.features.items() if type(kind).__name__ == "Image"]
     table: pd.DataFrame = rows.remove_columns(images).to_pandas()
-    return table.assign(**{name: [_pixels(image, name) for image in rows[name]] for name in images})
+    table.attrs |= {name: kind.names for name, kind in rows.features.items() if type(kind).__name__ == "ClassLabel"}
+    with explained(f"image column {', '.join(images)!r}:", 200):  # a file that is none
+        return table.assign(**{name: [_pixels(image, name) for image in rows[name]] for name in images})
 
 
 def _pixels(image: Any, column: str) -> Any:
     """Return an image as uint8 [height, width, 3]; 16 bits a channel would all be white."""
+    if image is None:
+        raise UserError(f"column {column!r} has empty values; must have none")
     if image.mode[0] in "IF":
         raise UserError(f"column {column!r}: pixels of mode {image.mode}, expected 8 bits a channel")
     return np.asarray(image.convert("RGB"))
@@ -187,8 +201,10 @@ def _dataset(
     output: tuple[int, ...] | None = None
     if not names:
         raise UserError(f"dataset = {wanted.dataset!r}: no column of inputs besides {', '.join(train.columns)}")
+    if task.classes and (both_ways := {*names} & {*wanted.label}):
+        raise UserError(f"input = {', '.join(names)!r}: {min(both_ways)!r} is the label; must be other columns")
     cell = columns[0][0].iloc[0]
-    if getattr(cell, "ndim", 0) == 3:
+    if getattr(cell, "ndim", 0) == 3 and len(names) == 1:
         x = _images(wanted, [part[0] for part in columns])
     elif all(c.dtype.kind in NUMBERS or isinstance(c.iloc[0], list | np.ndarray) for c in columns[0]):
         x = _numbers(wanted, columns)
@@ -222,7 +238,7 @@ def _column(rows: "pd.DataFrame", wanted: DataSettings, name: str) -> "pd.Series
         raise UserError(f"dataset = {wanted.dataset!r}: no column {name!r}; allowed: {allowed}")
     column = rows[name]
     empty = column.isna()  # pandas' own types have empty values that isfinite does not know
-    if bad := int((empty | np.isinf(column) if column.dtype.kind == "f" else empty).sum()):
+    if bad := int((empty | (column.abs() > LARGEST) if column.dtype.kind == "f" else empty).sum()):
         what = f"column {name!r} has {bad} empty or infinite values"
         words = "; words such as NA, None and null count as empty" * wanted.dataset.startswith(("csv:", "tsv:"))
         raise UserError(f"dataset = {wanted.dataset!r}: {what}; must have none{words}")
@@ -254,7 +270,7 @@ def _wide(wanted: DataSettings, parts: "Sequence[pd.Series[Any]]") -> Sequence[T
         return [torch.tensor(part.to_numpy(dtype=np.float64)[:, None]) for part in parts]
     with suppress(TypeError, ValueError):  # vectors of several lengths, or of words
         rows = torch.from_numpy(np.stack([np.asarray(row, np.float64) for part in parts for row in part]))
-        if rows.ndim == 2 and rows.isfinite().all():
+        if rows.ndim == 2 and (rows.abs() <= LARGEST).all():
             return [*rows.split([len(part) for part in parts])]
     what = "numbers, or vectors of one length, without infinite ones"
     raise UserError(f"dataset = {wanted.dataset!r}: column {parts[0].name!r}: must be {what}")
@@ -268,14 +284,14 @@ def _labels(wanted: DataSettings, task: Task, both: "Sequence[pd.DataFrame]") ->
             return [torch.from_numpy(np.stack(part, 1)).float() for part in parts]
         except (TypeError, ValueError) as error:
             raise UserError(f"label = {', '.join(wanted.label)!r}: must be numbers ({one_line(error)[:100]})") from None
-    if len(wanted.label) != 1:
-        raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
     numbers = {value: number for number, value in enumerate(_classes(wanted, both))}
     return [torch.tensor([numbers[value] for value in part[0]]) for part in columns]
 
 
 def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
     """Return the values of the one column of labels, in the order of their numbers."""
+    if len(wanted.label) != 1:
+        raise UserError(f"label = {', '.join(wanted.label)!r}: must be one column with task = {wanted.task!r}")
     columns = [_column(rows, wanted, wanted.label[0]) for rows in both]
     odd = (list, dict, np.ndarray)
     for value in (value for column in columns for value in column):
@@ -283,3 +299,9 @@ def _classes(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> list[Any]:
             raise UserError(f"label = {wanted.label[0]!r}: {shown(value)} is no class; must be integers or words")
     values = {int(value) if isinstance(value, float) else value for column in columns for value in column}  # 1.0 is 1
     return sorted(values, key=lambda value: (isinstance(value, str), value))
+
+
+def _class_names(wanted: DataSettings, both: "Sequence[pd.DataFrame]") -> tuple[str, ...]:
+    """Return the classes as the data set names them, else as they stand in the column."""
+    names = dict(enumerate(both[0].attrs.get(wanted.label[0], ())))
+    return tuple(names.get(value, str(value)) for value in _classes(wanted, both))

@@ -85,6 +85,10 @@ def prepare(settings: Settings, problem: Problem | None = None) -> tuple[Problem
         problem.check_start()
     if settings.augment != "none" and (isinstance(problem.data.in_shape, Form) or len(problem.data.in_shape) != 3):
         raise UserError(f"augment = {settings.augment!r}: needs images; samples of {settings.dataset} have no height")
+    if settings.augment != "none" and problem.data.train_y.ndim > 2:  # one class a pixel
+        raise UserError(
+            f"augment = {settings.augment!r}: moves images, but not labels of {settings.dataset}, one a pixel"
+        )
     partition = None if settings.private_examples else make_partition(problem.data, settings.partitioning)
     least, able = max(settings.least_replies, 3 * settings.secure_aggregation), sum(takes_part(settings))
     if able < least:
