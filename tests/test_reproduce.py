@@ -32,7 +32,7 @@ from fedsub_app.runs import config
 from fedsub_app.settings import digest
 from fedsub_app.studies import batch, reproduce
 from fedsub_app.studies.evidence import t_interval
-from fedsub_app.studies.tables import Paper, read_table
+from fedsub_app.studies.tables import Paper, Row, read_table
 from fedsub_app.training.workplace import workplace
 
 Run = Callable[..., tuple[Json, Path]]
@@ -366,6 +366,25 @@ def test_an_edited_file_is_run_anew(tmp_path: Path, edited: str) -> None:
     differs = {"mine.toml": "lr=0.02", "net.py": f"model={tmp_path}/net.py:Net ({text})"}
     assert [len(group.records) for group in groups] == [1, 1]
     assert groups[1].label == f"fedavg {differs[edited]}"
+
+
+def test_edited_data_are_run_anew(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,label\n" + "1,0\n2,1\n" * 24)
+    keys: dict[str, Value] = {"dataset": f"csv:{tmp_path}/t.csv", "model": "feature-mlp", "method": "fedavg"}
+    keys |= {"num-rounds": 1, "partition": "iid", "evaluate": "global", "run-dir": str(tmp_path / "run")}
+    job = batch.Job("mine", keys, tmp_path / "run")
+    assert batch.run_job(job.overrides, job.folder) == ""
+    assert job.summary() is not None
+    (tmp_path / "t.csv").write_text("x,label\n" + "1,1\n2,0\n" * 24)
+    assert job.summary() is None
+    assert batch.run_job(job.overrides, job.folder) == ""
+    assert job.summary() is not None
+    assert len([*tmp_path.glob("run-before-*")]) == 1
+
+
+def test_the_commands_to_go_on_with_can_be_typed() -> None:
+    rows = [Row("", "mine", {"experiment": "", "method": "my dir/m.py:Foo"}, Paper())] * 2
+    assert reproduce._next(rows) == ["fedsub run 'method=my dir/m.py:Foo'", "fedsub help 'my dir/m.py:Foo'"]
 
 
 @pytest.mark.parametrize(("method", "code"), [("local", 2), ("fedavg", 0)])

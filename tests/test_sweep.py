@@ -111,6 +111,14 @@ def test_values_ranges_and_what_stays() -> None:
             ["-s", "lr=0.1,0.2", "--metric", "personal"],
             "--metric 'personal': allowed with these settings are global",
         ),
+        (  # the same run again and again, ranked by a key that it does not have
+            ["method=fedavg", "fedselect.alpha=0.1,0.5"],
+            "fedselect.alpha: does nothing with the method of any trial",
+        ),
+        (
+            ["method=fedavg", "fedselect.alpha=0.1", "lr=0.1,0.2"],
+            "fedselect.alpha: does nothing with the method of any",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(
@@ -231,6 +239,27 @@ def test_the_command_is_one_line_as_best_toml_has_it_in_a_comment(tmp_path: Path
     assert "-s 'lr=[0.1, 0.2]' --search" in sweep._command(sweep_of(search, tmp_path), pairs, None)
 
 
+def test_experiments_of_one_name_are_two_sweeps_and_so_is_an_edited_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, folders = Search("my.toml", {}, {"lr": CategoricalDistribution((0.1, 0.2))}, "grid"), set()
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        for line in ("", "num-rounds = 3\n"):
+            Path("my.toml").write_text(f'extends = "quickstart/digits"\n{line}')
+            folders.add(sweep._folder(search, "global"))
+    assert len(folders) == 4
+
+
+def test_the_best_settings_can_be_run(tmp_path: Path) -> None:
+    """The experiment names the objective of one method, and another one is the best."""
+    (tmp_path / "my.toml").write_text('extends = "quickstart/digits"\nobjective = "prox"\n')
+    search = Search(str(tmp_path / "my.toml"), {}, {"method": CategoricalDistribution(("moon",))}, "grid")
+    (tmp_path / "best.toml").write_text(sweep._toml(search, sweep_of(search, tmp_path / "out").trial(0), "best"))
+    assert config.resolve({"experiment": str(tmp_path / "best.toml")}).objective == "moon"
+
+
 def test_the_seed_is_that_of_the_experiment(tmp_path: Path) -> None:
     """Trials run with it, and so does best.toml, which extends the experiment."""
     mine = tmp_path / "my.toml"
@@ -243,10 +272,13 @@ def test_the_seed_is_that_of_the_experiment(tmp_path: Path) -> None:
 
 def test_a_long_path_makes_no_name_that_a_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
-    path = f"{'/folder' * 40}/file"
+    path = f"{tmp_path}{'/folder' * 40}/file"
+    Path(path).parent.mkdir(parents=True)
+    Path(f"{path}.toml").write_text('extends = "quickstart/digits"')
     assert new_folder(config.resolve({"dataset": f"csv:{path}.csv"})).name.endswith("-folder-file.csv-seed0")
     search = Search(f"{path}.toml", {}, {"lr": CategoricalDistribution((0.1, 0.2))}, "grid")
     sweep._folder(search, "global").mkdir(parents=True)
+    assert new_folder(config.resolve({"dataset": f"csv:{'/папка' * 40}/x.csv"})).is_dir()
 
 
 def test_a_score_of_test_data_is_too_good_whether_high_or_low() -> None:

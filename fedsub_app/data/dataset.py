@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +37,19 @@ def load_dataset(settings: DataSettings) -> Dataset:
     folder = data_folder(settings.data_dir)
     state = _state(settings.dataset, folder) + state_of(settings.task)
     return _load(settings.model_copy(update={"data_dir": str(folder)}), state, id(TASKS.get(settings.task)))
+
+
+def own_digest(settings: DataSettings) -> str:
+    """Return the digest of a user's own samples as they are now; "" of another set, or if they cannot be read."""
+    with suppress(UserError):
+        if state := _state(settings.dataset, data_folder(settings.data_dir)):
+            return _digest(settings, state)
+    return ""
+
+
+@lru_cache(maxsize=100)  # of the seeds of a table or sweep, which asks again and again
+def _digest(settings: DataSettings, state: str) -> str:
+    return load_dataset(settings).digest
 
 
 def _state(dataset: str, data: Path) -> str:

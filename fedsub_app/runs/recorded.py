@@ -112,8 +112,13 @@ def runs_folder() -> Path:
 def new_folder(settings: Settings) -> Path:
     """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
     name = settings.experiment or f"{settings.section}-{settings.dataset}"
-    name = (Path(name).stem if is_file(name) else name).replace("/", "-").replace("+", "-")[-200:]  # of a long path
+    name = folder_name(Path(name).stem if is_file(name) else name).replace("+", "-")
     return new_path(runs_folder().resolve(), f"-{name}-seed{settings.seed}")
+
+
+def folder_name(path: str) -> str:
+    """Return a path as the name of one folder: its end, because a name has at most 255 bytes."""
+    return path.strip("/").replace("/", "-").encode()[-200:].decode(errors="ignore")
 
 
 def new_path(root: Path, name: str = "") -> Path:

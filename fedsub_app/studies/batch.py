@@ -33,8 +33,9 @@ from fedsub_app.common.machine import cores
 from fedsub_app.common.progress import LINE_SECONDS, human_seconds
 from fedsub_app.common.section import Json, Value
 from fedsub_app.common.spelling import parse_pairs
+from fedsub_app.data import own_digest
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.directory import changed_file
+from fedsub_app.runs.directory import DATA, changed_file
 from fedsub_app.runs.recorded import RunFailed, read_recorded, runs_folder, settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.settings import Settings
@@ -75,8 +76,10 @@ class Job:
     def begun(self) -> bool:
         """Say whether a run of these settings and the user's files is on disk; a key that it lacks has its default."""
         with contextlib.suppress(UserError):
-            same = settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest()
-            return same and not changed_file(self.settings, read_recorded(self.folder))
+            if settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest():
+                recorded = read_recorded(self.folder)
+                same_data = own_digest(self.settings.data) in ("", recorded.get(DATA, ""))
+                return same_data and not changed_file(self.settings, recorded)
         return False
 
 

@@ -159,9 +159,10 @@ def _next(rows: Sequence[Row]) -> list[str]:
     if len(rows) < 2:
         return []
     keys = dict(rows[-1].overrides)
-    method, experiment = keys.get("method"), shlex.quote(str(keys.pop("experiment", "")))
-    words = [shlex.quote(f"{key}={as_argument(key, value)}") for key, value in keys.items()]
-    return [" ".join(["fedsub run", experiment, *words]), *([f"fedsub help {method}"] if method else [])]
+    method, experiment = str(keys.get("method", "")), str(keys.pop("experiment", ""))
+    words = [experiment, *(f"{key}={as_argument(key, value)}" for key, value in keys.items())]
+    commands = [["run", *filter(None, words)], *([["help", method]] if method else [])]
+    return [shlex.join(["fedsub", *command]) for command in commands]
 
 
 def _groups(runs: Runs, finished: bool = False) -> list[Group]:

@@ -28,7 +28,8 @@ from fedsub_app.reports.curves import Group
 from fedsub_app.reports.export import csv_text
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.config import resolve
-from fedsub_app.runs.recorded import runs_folder
+from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.recorded import folder_name, runs_folder
 from fedsub_app.settings import Settings
 from fedsub_app.studies.batch import facts, gpus_of, run_all, say
 from fedsub_app.studies.trials import Search, Space, Sweep, Trial, as_written, label, read_space, text_of
@@ -48,7 +49,10 @@ def sweep(
     """Run or continue a sweep, write its tables, pictures, page and best settings; returns the exit code."""
     fixed, space = read_space(pairs, experiment)
     search = Search(experiment, fixed, space, _search_method(space, method, trials), trials)
-    settings = [resolve(search.overrides(keys)) for keys in search.examples()]
+    examples = [search.overrides(keys) for keys in search.examples()]
+    if unused := [key for key in (*fixed, *space) if all(key not in keys for keys in examples)]:
+        raise UserError(f"{unused[0]}: does nothing with the method of any trial")
+    settings = [resolve(keys) for keys in examples]
     chosen_metric = metric_of(settings[0], metric)
     for each in settings:  # a trial without this score would be run for nothing
         metric_of(each, chosen_metric)
@@ -93,7 +97,7 @@ def _search_method(space: Space, method: str | None, trials: int | None) -> str:
 
 def _folder(search: Search, metric: str) -> Path:
     text = json.dumps(search.describe(metric), sort_keys=True)
-    name = (search.experiment or "sweep").removesuffix(".toml").strip("/").replace("/", "-")[-200:]  # of a long path
+    name = folder_name((search.experiment or "sweep").removesuffix(".toml"))
     return runs_folder() / "sweeps" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -168,6 +172,7 @@ def _verdict(best: Trial, sweep: Sweep) -> str:
 
 def _toml(search: Search, best: Trial, comment: str) -> str:
     keys, lines = search.overrides(best.keys), [f"# {comment}"]
+    keys |= METHODS[best.jobs[0].settings.method].preset  # an experiment that it extends may have other values
     if base := str(keys.pop("experiment", "")):
         keys = {"extends": str(Path(base).resolve()) if base.endswith(".toml") else base, **keys}
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]

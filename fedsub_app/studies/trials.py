@@ -1,5 +1,6 @@
 """The space of a sweep, values and ranges of settings, and its trials, an Optuna study in ``sweep.journal``."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -19,6 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState, create_trial
 
+from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError, one_line, shown
 from fedsub_app.common.own_code import read_options, section_of
 from fedsub_app.common.score import Score
@@ -165,8 +167,12 @@ class Search:
 
     def describe(self, metric: str) -> dict[str, Any]:
         """Return the identity of a sweep by ``metric``; the number of trials does not belong to it."""
+        experiment = self.experiment
+        if is_file(experiment):  # a file of this name in another folder, or an edited one, is another experiment
+            digest = hashlib.sha256(Path(experiment).read_bytes()).hexdigest()
+            experiment = f"{Path(experiment).resolve()} {digest[:12]}"
         return {
-            "experiment": self.experiment,
+            "experiment": experiment,
             "set": dict(self.fixed),
             "space": {key: as_written(values) for key, values in self.space.items()},
             "search": self.method,
