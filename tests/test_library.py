@@ -984,6 +984,11 @@ def test_a_failure_says_how_start_goes_on(tmp_path: Path) -> None:
         ({"acc": "high"}, r"^evaluate_fn: returned .*; must be numbers by name$"),
         (3.5, r"^evaluate_fn: returned 3.5; must be numbers by name$"),
         ({"round": 7}, r"^evaluate_fn: returned 'round', which the round's line has of its own; name it otherwise$"),
+        ({"train-loss": 7}, r"^evaluate_fn: returned 'train-loss', which the round's line has of its own; name it"),
+        (
+            {"personal-accuracy": 7},
+            r"^evaluate_fn: returned 'personal-accuracy', which the round's line has of its own",
+        ),
     ],
 )
 def test_what_evaluate_fn_returns_is_numbers(found: Any, said: str, tmp_path: Path) -> None:

@@ -260,6 +260,20 @@ def test_an_installed_packages_method(package: str, run_local: Run, capsys: pyte
     assert resolve({"method": "fedavg", "lr": 0.1}).method == "fedavg"
 
 
+def test_the_page_draws_what_a_files_method_reports(run_local: Run, tmp_path: Path) -> None:
+    """Also in a process that has not run it."""
+    text = (
+        Path(FILE).read_text().replace(" for name in self.velocity}})", " for name in self.velocity}}, {'mine': 1.5})")
+    )
+    drawn = 'reports = {"mine": Reported("My own number", "mine")}'
+    text = text.replace('    remembers = ("velocity",)', f'    remembers = ("velocity",)\n    {drawn}')
+    (tmp_path / "ours.py").write_text(f"from fedsub_app.common.reported import Reported\n{text}")
+    _, run = run_local("run", method=f"{tmp_path}/ours.py:FedAvgM")
+    forget(f"{tmp_path}/ours.py:FedAvgM")
+    assert main(["report", str(run), "--html", "--out", str(tmp_path / "page")]) == 0
+    assert "My own number" in (tmp_path / "page/report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("place", "line"),
     [

@@ -327,7 +327,7 @@ def test_export(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFix
     assert [float(row["global-accuracy"]) for row in rows] == [line["global-accuracy"] for line in lines]
     assert [row["clients"] for row in rows] == ["", "0 1 2", "0 1 2"]
     assert rows[1]["units-covered-by"] == " ".join(map(str, lines[1]["units-covered-by"]))
-    assert [row["dropped"] for row in rows] == ["", "", ""]
+    assert [row["dropped"] for row in rows] == ["", "0", "0"]
     assert cli.main(["export", str(runs["c"]), str(runs["b"]), "--clients", "--out", str(tmp_path / "x.csv")]) == 0
     found = {(row["run"], row["round"], row["client"]): row for row in csv.DictReader((tmp_path / "x.csv").open())}
     assert len(found) == 2 * 2 * 3

@@ -127,7 +127,7 @@ def _activations(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], 
     for client, row in enumerate(grid):
         for group, axes in zip(groups, row, strict=True):
             values = torch.stack([found[client][group.name] for found in history]).T
-            axes.pcolormesh(rounds, range(group.size), values, shading="nearest", cmap="viridis", rasterized=True)
+            _heat_map(axes, rounds, values, rasterized=True)
             if rounds[0] < last_staged < rounds[-1]:
                 axes.axvline(last_staged, color="white", linestyle="--", linewidth=1)
             axes.locator_params(axis="x", nbins=6, integer=True)
@@ -183,13 +183,23 @@ def _overlap(folder: Path, strategy: SubnetStrategy, paths: Sequence[Path], line
     over_rounds = figure(8, 2 + 0.15 * len(names))
     axes = over_rounds.subplots()
     table = np.array(list(means.values())).T
-    image = axes.pcolormesh(list(means), range(len(names)), table, shading="nearest", vmin=0, vmax=1, cmap="viridis")
+    image = _heat_map(axes, list(means), table, vmin=0, vmax=1)
     axes.set_yticks(range(len(names)), names, fontsize="x-small")
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("round")
     over_rounds.colorbar(image, ax=axes, label="mean overlap")
     over_rounds.savefig(files[2], dpi=120)
     return files + sizes
+
+
+def _heat_map(axes: Any, rounds: Sequence[int], values: Any, **how: Any) -> Any:
+    """Draw values [rows, rounds]; by itself pcolormesh gives a single round, or a single row, no room."""
+    edges = []
+    for centres in (np.array(rounds, float), np.arange(float(len(values)))):
+        middles = (centres[1:] + centres[:-1]) / 2
+        first, last = (middles[0], middles[-1]) if len(middles) else (centres[0] + 0.5, centres[0] - 0.5)
+        edges.append([2 * centres[0] - first, *middles, 2 * centres[-1] - last])
+    return axes.pcolormesh(*edges, values, cmap="viridis", **how)
 
 
 def _first_trained(lines: Sequence[Json]) -> dict[int, int]:

@@ -22,6 +22,7 @@ from fedsub_app.runs.rounds import TOTALS
 from fedsub_app.runs.tracking import check_tracker
 
 OF_THE_ROUND = {"round", "status", "stage", "lr", "dropped", "abandoned", "clients", CHECKSUM, *TOTALS}
+OF_THE_ROUND |= {"evaluated", "not-evaluated", "served", "measurement"}
 Evaluate = Callable[[int, ArrayRecord], Mapping[str, float] | None]
 
 
@@ -77,12 +78,15 @@ def start(
         header = {"run": run.run_id, "state-dir": str(run.folder / "clients")}
         connected = strategy.connect(settings, initial_arrays, header)
 
+        of_clients = tuple(f"{kind}-" for kind in settings.evaluations if kind != "global")
+
         def measured(arrays: ArrayRecord) -> dict[str, float]:
             assert evaluate_fn
             named = numbers("evaluate_fn", evaluate_fn(connected.round, strategy.whole(arrays)) or {})
             if score and named and score not in named:
                 raise UserError(f"evaluate_fn: returned {', '.join(named)}; {using[0]} needs {score!r}")
-            if taken := sorted(named.keys() & OF_THE_ROUND):
+            others = OF_THE_ROUND | connected.phase.report.keys()
+            if taken := sorted(name for name in named if name in others or name.startswith(of_clients)):
                 what = f"{taken[0]!r}, which the round's line has of its own"
                 raise UserError(f"evaluate_fn: returned {what}; name it otherwise")
             return named

@@ -11,6 +11,8 @@ from fedsub_app.common.errors import escaped
 from fedsub_app.common.section import Json
 from fedsub_app.reports.curves import COSTS, RunData
 
+DROPS = ("dropped", "not-evaluated")
+
 
 def rows_of_rounds(runs: Mapping[str, RunData]) -> list[Json]:
     """Return a row a round: the numbers and words of every round of some runs, by name.
@@ -24,8 +26,8 @@ def _flat(line: Json) -> Json:
     flat: Json = {}
     for key, value in line.items():
         if isinstance(value, list):
-            numbers = all(isinstance(number, int | float) for number in value)
-            flat[key] = " ".join(map(str, value)) if numbers else len(value)
+            counted = key in DROPS or any(isinstance(each, Mapping) for each in value)
+            flat[key] = len(value) if counted else " ".join(map(str, value))
         elif key == "served":
             flat |= {f"{score}, {name}": each for score, of in value.items() for name, each in of.items()}
         elif not isinstance(value, dict) and key not in COSTS:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedsub_app.reports.cost_to_accuracy import about as about_costs
 from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of, named
 from fedsub_app.reports.export import csv_of, rows_of_rounds
 from fedsub_app.reports.records import NOT_COMPARED, compared, differing_keys, named_runs
+from fedsub_app.runs.config import check
 from fedsub_app.runs.masks import last_masks
 from fedsub_app.runs.methods import METHODS
 
@@ -127,6 +129,9 @@ def _subnetworks(groups: Sequence[Group]) -> dict[str, Any]:
     drawn: list[tuple[str, str, bool]] = []  # title, picture, whether a curve is a group
     masks: list[dict[str, Any]] = []
     names = {str(group.records[0].settings["method"]) for group in groups}
+    for name in names:
+        with suppress(UserError):  # a method of the user's whose file is gone
+            check({"method": name})
     methods = [method for name, method in METHODS.items() if name in names]
     reports = {key: about for method in methods for key, about in method.strategy.reports.items()}
     for key, about in reports.items():
