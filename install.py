@@ -67,8 +67,9 @@ def commands(target: str, build: str) -> list[list[str]]:
 def main() -> None:
     """Make .venv where it is missing and install this checkout into it."""
     target = f".[{sys.argv[1] if len(sys.argv) > 1 else 'run'}]"
-    if not PYTHON.exists():
-        subprocess.run([sys.executable, "-m", "venv", ".venv"], check=True)
+    if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", ".venv"], check=False).returncode:
+        shutil.rmtree(".venv", ignore_errors=True)  # Debian without python3-venv leaves an environment without pip
+        sys.exit("fedsub: .venv cannot be made; the lines above say why")
     build = build_of_torch()
     if build == "cpu" and platform.system() == "Linux" and not has_cpu_build():
         print(f"fedsub: no index here offers the tested torch for CPUs ({CPU_INDEX} does)")

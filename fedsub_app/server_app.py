@@ -11,6 +11,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.late import uncollected
 from fedsub_app.common.machine import keep_freed_memory
 from fedsub_app.common.own_code import bundled
+from fedsub_app.common.run_files import deployed
 from fedsub_app.deployment.engines import log_lines, run_and_report
 from fedsub_app.deployment.ray_pool import mend
 from fedsub_app.runs.recorded import RunFailed, own_code, settings_of
@@ -31,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         settings = settings_of(grid.run.override_config)
         refuse_own_code(settings)
-        if Path(sys.argv[0]).name != "flwr-serverapp":  # a real node starts a process for every message
+        if not deployed():  # a real node starts a process for every message
             mend()
             wake(grid)
         run_and_report(grid, settings)

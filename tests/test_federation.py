@@ -1,6 +1,7 @@
 """Nodes and clients: who hosts whom, who takes part, and what happens when a node is late, away, wrong or broken."""
 
 import json
+import sys
 import threading
 import weakref
 from collections import deque
@@ -420,6 +421,31 @@ def test_a_node_that_says_another_number_of_partitions_is_left_out(
         federation(node_timeout=0.05).meet(grid)
 
 
+def test_a_real_node_is_not_simulated_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given all clients, and the defence by norms was off."""
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/flwr-serverapp"])
+    fed = federation()
+    fed.meet(LocalGrid(app, {}, 2))
+    assert len(fed.nodes) == 2
+    assert not fed.simulated
+
+
+def test_a_node_that_was_left_out_does_not_take_over() -> None:
+    """All others are away for a moment; when they were back, they stayed out."""
+    grid = LocalGrid(app, {}, 3)
+    grid.contexts[2].node_config["num-partitions"] = 1
+    fed = federation(min_nodes=2, node_timeout=0.05)
+    fed.meet(grid)
+    away = {node: grid.contexts.pop(node) for node in (3, 4)}
+    fed.roll.ask_again.clear()
+    fed.meet(grid)
+    assert not fed.nodes
+    grid.contexts |= away
+    fed.roll.ask_again.clear()
+    fed.meet(grid)
+    assert set(fed.nodes) == {3, 4}
+
+
 def test_more_nodes_than_a_simulation_has_are_refused_at_once() -> None:
     """The run waited for ``node-timeout``."""
     with pytest.raises(UserError, match=r"^min-nodes = 4: at most 3, the nodes of the simulation$"):
@@ -521,7 +547,7 @@ def test_a_silent_node_costs_no_seconds_and_is_never_given_up(clock: list[float]
     fed.meet(grid)
     came(grid, 99, 1)
     grid.contexts[2].node_config["num-partitions"] = 2
-    fed.nodes[2] = Node(2, 0, 2, True)
+    fed.nodes[2], fed.roll.num_partitions = Node(2, 0, 2, True), 2
     grid.held = {99}
     times = []
     for second in range(1000):

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -132,14 +133,16 @@ def test_other_machines_reach_the_door_alone(home: Path, monkeypatch: pytest.Mon
     assert "--host=127.0.0.1" in found["superlink"]
     assert not any("0.0.0.0" in word for command in found.values() for word in command)
     assert found["door"] == ["/usr/sbin/nginx", "-c", f"{home}/door.conf", "-g", "daemon off;"]
-    text = machine.door_settings(home, 8000, 9443)
+    text = machine.door_settings(home, 8000, 9443, "a.example.org")
+    assert "[::]" not in text
+    assert "listen [::]:9443 ssl;\n        listen 9443 ssl;" in machine.door_settings(home, 8000, 9443, "fd00::1")
     assert "listen 9443 ssl;" in text
     assert "location /v1/fleet/ {\n            proxy_pass https://localhost:8000;" in text
     assert f'ssl_certificate_key "{home}/keys/server.key";' in text
     assert f'ssl_client_certificate "{home}/keys/users.pem";' in text
     assert "location /v1/control/ {\n            if ($ssl_client_verify != SUCCESS) {\n" in text
     assert "/tmp" not in text.replace(str(home), "")
-    text = machine.door_settings(Path("/srv/my keys/a"), 8000, 9443)
+    text = machine.door_settings(Path("/srv/my keys/a"), 8000, 9443, "10.77.0.1")
     assert 'ssl_certificate "/srv/my keys/a/keys/server.pem";' in text
     assert not re.search(r'[^"]/srv/', text)
 
@@ -156,6 +159,8 @@ def test_the_superlink_listens_to_others_when_it_is_asked_to(home: Path) -> None
     [
         ({"host": "a"}, "--host a: needs nginx, the door .*; --listen 0.0.0.0 lets everybody"),
         ({"host": "a", "insecure": True}, "--insecure: not with --host: its door asks for TLS"),
+        ({"listen": "10.77.0.1"}, "--listen 10.77.0.1: must be 0.0.0.0, or 127.0.0.1$"),
+        ({"name": "local"}, "--name 'local': must be letters, digits, _ and -, and neither 'default' nor 'local'$"),
     ],
 )
 def test_no_door_no_host(given: dict[str, Any], said: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +186,22 @@ def test_a_federation_in_a_folder_of_any_letters_is_known_to_run(tmp_path: Path)
         assert processes.running({"it": process})
     finally:
         os.kill(process.pid, signal.SIGKILL)
+
+
+def test_what_an_ended_process_has_started_is_ended_but_does_not_stand_for_it(tmp_path: Path) -> None:
+    """A SuperExec that was killed in a run counted as running while its app did, and was not started again."""
+    app = tmp_path / "flwr-app"
+    app.write_text("#!/bin/sh\nsleep 60")
+    app.chmod(0o755)
+    command = ["sh", "-c", f"{app} & wait; exit"]
+    process = {"it": processes.Process(command, processes.start(command, tmp_path / "log", os.environ))}
+    deadline = time.monotonic() + 10
+    while len(processes.running(process)["it"]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process["it"].pid, signal.SIGKILL)
+    assert not processes.running(process)
+    assert processes.stop(process) == ["it"]
+    assert not processes.running(process, orphans=True)
 
 
 def test_a_process_counts_as_started_when_ps_has_its_command_line(

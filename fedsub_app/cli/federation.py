@@ -21,6 +21,13 @@ def _folder(folder: Path | None) -> Path:
     return folder or runs_folder() / "federation"
 
 
+def _whole(path: Path) -> Path:
+    try:
+        return path.expanduser().resolve()
+    except RuntimeError:
+        raise UserError(f"{path}: no such user, or no home") from None
+
+
 @app.command()
 def up(
     nodes: Annotated[
@@ -65,7 +72,7 @@ def up(
         name=name,
         host=host,
         insecure=insecure or None,
-        data_dir=data_dir and str(Path(data_dir).expanduser().resolve()),
+        data_dir=data_dir and str(_whole(Path(data_dir))),
     )
     where = "" if dir is None else f" --dir {shlex.quote(str(folder))}"
     print(f"fedsub run … --engine {federation.name}; fedsub federation down{where} ends it")
@@ -112,7 +119,7 @@ def node(
         Path | None,
         Option(metavar="DIR", help="its clients' state (default: ~/.local/state/fedsub; for a unit /var/lib/fedsub)"),
     ] = None,
-    port: Annotated[int, Option(help="port of 127.0.0.1 for the node's own processes")] = 9094,
+    port: Annotated[int, Option(min=1, max=65535, help="port of 127.0.0.1 for the node's own processes")] = 9094,
     insecure: Annotated[bool, Option("--insecure", help="neither TLS nor a key")] = False,
     install: Annotated[bool, Option("--install", help="write a systemd unit instead of starting the node")] = False,
     user: Annotated[str, Option(help="with --install: the unit's user")] = "fedsub",
@@ -125,9 +132,8 @@ def node(
 
     if not insecure and not (key and ca):
         raise UserError("--key and --ca: needed, unless --insecure; `fedsub federation keys` makes both")
-    key, ca, data, private_data = (path and path.expanduser().resolve() for path in (key, ca, data, private_data))
-    home = state or Path("/var/lib/fedsub" if install else "~/.local/state/fedsub")
-    home = home.expanduser().resolve()
+    key, ca, data, private_data = (path and _whole(path) for path in (key, ca, data, private_data))
+    home = _whole(state or Path("/var/lib/fedsub" if install else "~/.local/state/fedsub"))
     this = module.Node(superlink, partition, partitions, key, ca, data, private_data, home, port)
     this.check()
     if not install:
@@ -164,7 +170,8 @@ def connect(
     """Let this machine's user start runs on a federation elsewhere."""
     from fedsub_app.deployment import flower, node
 
-    ca, certificate = (path.expanduser().resolve() for path in (ca, certificate))
+    ca, certificate = _whole(ca), _whole(certificate)
+    flower.check_name(name)
     node.check_superlink(superlink, ca)
     for path in (certificate, certificate.with_suffix(".key")):
         if not path.is_file():

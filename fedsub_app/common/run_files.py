@@ -27,6 +27,11 @@ def simulated() -> bool:
     return Path(sys.argv[0]).stem != "flwr-clientapp"
 
 
+def deployed() -> bool:
+    """Say whether this process is the server of real nodes, which Flower starts for one run."""
+    return Path(sys.argv[0]).stem == "flwr-serverapp"
+
+
 def keep_settings(header: Json, folder: Path) -> None:
     """Keep a run's settings beside its clients' state; later messages to the node's processes have only the digest."""
     text = header["settings"]

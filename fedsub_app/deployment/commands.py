@@ -8,7 +8,7 @@ SuperNode listens to nobody else.
 import shutil
 from pathlib import Path
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
 NO_INSTALLATION = "--disable-runtime-dependency-installation"  # else: `uv sync` with torch, minutes a run
 
 

@@ -87,7 +87,7 @@ def up(folder: Path, **changes: Any) -> Federation:
         old = federation.registered if (folder / "superlink.db").exists() else []
         federation.registered = [number for number in old if folder / "keys" / commands.node(number) not in made]
         if has_door(federation):
-            text = door_settings(folder, federation.port, federation.door)
+            text = door_settings(folder, federation.port, federation.door, federation.host)
             (folder / "door.conf").write_text(text, "utf-8", "surrogateescape")
         pids = {name: federation.processes[name].pid for name in before}
         wanted = _commands(folder, federation, keys).items()
@@ -121,8 +121,9 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         return base
     partitions = {"partitions": given["nodes"]} if "nodes" in given else {}
     federation = replace(base, **{"insecure": False, **partitions, **given})  # insecure only when it is asked for
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", federation.name):
-        raise UserError(f"--name {federation.name!r}: must be letters, digits, _ and -")
+    flower.check_name(federation.name)
+    if federation.listen not in (commands.LOOPBACK, commands.ANY):
+        raise UserError(f"--listen {federation.listen}: must be {commands.ANY}, or {commands.LOOPBACK}")
     if federation.nodes > federation.partitions:
         raise UserError(f"--partitions {federation.partitions}: at least the {federation.nodes} of --nodes")
     if not federation.nodes and not federation.host:
@@ -155,11 +156,12 @@ def has_door(federation: Federation) -> bool:
     return bool(federation.host) and federation.listen == commands.LOOPBACK
 
 
-def door_settings(folder: Path, port: int, door_port: int) -> str:
+def door_settings(folder: Path, port: int, door_port: int, host: str) -> str:
     """Return docker/nginx.conf for a federation's folder, whose SuperLink has ``port`` on this machine."""
+    listen = f"listen [::]:{door_port} ssl;\n        " * (":" in host) + f"listen {door_port}"  # host: IPv6 too
     text = (flower.PROJECT / "docker" / "nginx.conf").read_text("utf-8")
     text = re.sub("/(tmp|keys)/", lambda found: f"{folder}/" + "keys/" * (found[1] == "keys"), text)
-    return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", f"listen {door_port}")
+    return text.replace("superlink:8000", f"localhost:{port}").replace("listen 8443", listen)
 
 
 def _commands(folder: Path, federation: Federation, keys: Path | None) -> dict[str, list[str]]:

@@ -51,8 +51,9 @@ def make_keys(
 ) -> list[Path]:
     """Write missing certificates and keys into ``folder``; returns the files that were written.
 
-    The server's certificate is replaced if it has expired or names other hosts, a user's if it has expired; keys of
-    nodes and of the authority are never replaced. A user whose certificate was deleted is none any more.
+    The server's certificate is replaced if it has expired or lacks a host, and keeps its other hosts. A user's is
+    replaced if it has expired; keys of nodes and of the authority never are. A user whose certificate was deleted is
+    none any more.
 
     ``hosts``: names and IP addresses under which nodes reach the SuperLink, besides those of this machine. ``nodes``:
     how many node keys there have to be. ``days``: for which a new certificate is valid, at least 1. ``users``: names of
@@ -65,7 +66,7 @@ def make_keys(
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", user):
             raise UserError(f"--user {user!r}: must be up to 60 letters, digits, _ and -")
     named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
-    names = x509.SubjectAlternativeName([general_name(host) for host in named])
+    names = x509.SubjectAlternativeName({*map(general_name, named), *_hosts(folder / "server.pem")})
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written: list[Path] = []
 
@@ -162,9 +163,13 @@ def _serves(path: Path, names: x509.SubjectAlternativeName | None = None) -> boo
     certificate = _read(path, x509.load_pem_x509_certificate)
     if certificate is None or certificate.not_valid_after_utc < datetime.now(UTC):
         return False
-    if names is None:
-        return True
-    return set(names) <= set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    return names is None or {*names} <= {*_hosts(path)}
+
+
+def _hosts(path: Path) -> list[x509.GeneralName]:
+    """Return the hosts that a server's certificate names; none where it is not there."""
+    certificate = _read(path, x509.load_pem_x509_certificate)
+    return [*certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value] if certificate else []
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:

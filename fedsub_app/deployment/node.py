@@ -93,8 +93,10 @@ class Node:
         for option, path in paths.items():
             if re.search(r"[\s\"'\\%$]", str(path)):
                 raise UserError(f"{option} {path}: a unit takes no spaces, quotes, % and $")
-        program = Path(sys.executable).parent / "fedsub"
-        homes = [path.is_relative_to(home) for path in (program, *paths.values()) for home in ("/home", "/root")]
+        program, python = Path(sys.executable).parent / "fedsub", Path(sys.executable).resolve()
+        homes = [
+            path.is_relative_to(home) for path in (program, python, *paths.values()) for home in ("/home", "/root")
+        ]
         options = {"--superlink": self.superlink, "--partition": self.partition, "--partitions": self.partitions}
         options |= paths | {"--port": self.port}
         words = [program, "federation", "node", *(word for pair in options.items() for word in pair)]
@@ -135,7 +137,9 @@ def check_superlink(address: str, ca: Path | None) -> None:
         where = f"--ca {ca}: no certificate" if "PEM" in str(error) or "X509" in str(error) else "it does not speak TLS"
         raise UserError(f"--superlink {address}: {where} ({error.reason})") from None
     except (OSError, OverflowError, UnicodeError) as error:
-        reason = f"{ca}: {error.strerror}" if isinstance(error, FileNotFoundError) else one_line(error)
+        reason = (
+            f"{ca}: {error.strerror}" if isinstance(error, FileNotFoundError | PermissionError) else one_line(error)
+        )
         raise UserError(f"--superlink {address}: cannot be reached ({reason})") from None
 
 

@@ -61,9 +61,10 @@ def listed(*columns: str) -> list[list[str]]:
     return [os.fsdecode(line).split(None, len(columns) - 1) for line in done.stdout.splitlines()]
 
 
-def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
+def running(processes: Mapping[str, Process], orphans: bool = False) -> dict[str, dict[int, int]]:
     """Return, of each that runs, its name -> process id -> resident memory in KiB, those it has started included.
 
+    ``orphans``: also where it has ended itself, and what it has started has not.
     A process id may have been given to another program since: it counts only with the same command line.
     """
     for process in processes.values():
@@ -79,12 +80,12 @@ def running(processes: Mapping[str, Process]) -> dict[str, dict[int, int]]:
         is_own = args[0].endswith(" ".join(command))
         if is_own if pid == group else f"{os.sep}flwr-" in args[0]:
             processes_of.setdefault(name, {})[int(pid)] = int(memory)
-    return processes_of
+    return {name: pids for name, pids in processes_of.items() if orphans or processes[name].pid in pids}
 
 
 def stop(processes: Mapping[str, Process]) -> list[str]:
     """End processes and all that they have started; returns the names of those that ran. TimeoutError: one stays."""
-    alive = running(processes)
+    alive = running(processes, orphans=True)
     names = list(alive)
     for number, patience in PATIENCE_S.items():
         deadline = time.monotonic() + patience
@@ -93,7 +94,7 @@ def stop(processes: Mapping[str, Process]) -> list[str]:
                 os.kill(pid, number)
         while alive and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-            alive = running(processes)
+            alive = running(processes, orphans=True)
     if alive:
         raise TimeoutError(f"still running: {alive}")
     return names

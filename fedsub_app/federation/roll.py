@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from fedsub_app.common.code import code_digest, versions
 from fedsub_app.common.errors import UserError, printable
+from fedsub_app.common.run_files import deployed
 from fedsub_app.common.tensors import Json
 from fedsub_app.federation.protocol import BadReply
 from fedsub_app.federation.settings import FederationSettings
@@ -43,6 +44,7 @@ class Roll:
         self.settings, self.content, self.device = settings, content, device
         self.nodes: dict[int, Node] = {}  # nodes that take part, by Flower's node id
         self.met = False
+        self.num_partitions = 0  # of the nodes of the first meeting; it stays, whoever leaves
         self.waiting: dict[int, Node] = {}  # nodes whose partition another node has
         self.called: dict[str, int] = {}  # roll calls without an answer yet: message id -> node
         self.ask_again: dict[int, tuple[float, float]] = {}  # node that stays out -> time of the next call, its delay
@@ -79,11 +81,12 @@ class Roll:
             self._check_min_nodes()
             missing = self._missing()
             if not wait or not missing or (self.met and time.monotonic() > deadline):
-                self.met = True
+                if not self.met:
+                    self.met, self.num_partitions = True, max(node.num_partitions for node in self.nodes.values())
                 return
             twins = {n: f"partition-id = {node.partition_id}: two nodes have it" for n, node in self.waiting.items()}
             wrong = [f"node {node_id}: {reason}" for node_id, reason in sorted((self.complaints | twins).items())]
-            if wrong and not self.nodes and not self.called and present <= self.complaints.keys():
+            if wrong and not (self.met or self.nodes or self.called) and present <= self.complaints.keys():
                 raise UserError("; ".join(wrong))
             if time.monotonic() > deadline:
                 there = f"{len(self.nodes)} nodes there, missing: {missing}"
@@ -160,10 +163,10 @@ class Roll:
             raise BadReply(f"{said}: must be integers, 0 <= id < num <= {MAX_NODES}")
         if differing := differing_versions(answer.get("versions")):
             log.warning("node %s has %s: its numbers may differ in the last digits", node_id, differing)
-        node = Node(node_id, number, count, answer.get("simulated") is True, answer.get("gpu") is True)
-        others = next(iter(self.nodes.values()), node).num_partitions
-        if self.met and count != others:
-            raise BadReply(f"num-partitions = {count}: the other nodes say {others}")
+        simulated = answer.get("simulated") is True and not deployed()  # whom the server trusts as itself
+        node = Node(node_id, number, count, simulated, answer.get("gpu") is True)
+        if self.met and count != self.num_partitions:
+            raise BadReply(f"num-partitions = {count}: the other nodes say {self.num_partitions}")
         if self.settings.private_examples and count != self.settings.num_clients:
             clients = f"num-clients = {self.settings.num_clients} where each node has private data"
             raise BadReply(f"num-partitions = {count}: must be {clients}")

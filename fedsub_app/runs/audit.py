@@ -5,10 +5,10 @@ changed or taken out shows (:func:`verify`). Whoever can write the file can writ
 another machine from time to time.
 """
 
-import getpass
 import hashlib
 import json
 import os
+import pwd
 import time
 from pathlib import Path
 
@@ -55,8 +55,8 @@ def verify(path: Path) -> list[Json]:
 
 def _account() -> str:
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # an id without an account, as in a container
+        return pwd.getpwuid(os.getuid()).pw_name  # not as $LOGNAME says
+    except KeyError:  # an id without an account, as in a container
         return f"uid {os.getuid()}"
 
 
