@@ -27,8 +27,8 @@ class NarrowClient(Client):
         """Return BatchNorm's statistics, averaged over mini-batches of the client's data."""
         self.load(sent)
         network = copy.deepcopy(self.network.module).eval()
-        for layer in network.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        for name, layer in network.named_modules():  # those of a frozen base stay
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and f"{name}.running_mean" in self.network.tensors:
                 layer.train().reset_running_stats()
                 layer.momentum = None  # a cumulative average
         for batch in self.batches(1, "statistics"):

@@ -46,6 +46,11 @@ class LGFedAvgClient(PartClient):
 
     options: LGFedAvgSettings
 
+    @property
+    def irreplaceable(self) -> str:  # type: ignore[override]
+        warm_rounds = self.options.warm_rounds
+        return "the body of its warm-up is nowhere else" if warm_rounds and self.round > warm_rounds else ""
+
     def personal_names(self, sent: Tensors) -> Collection[str]:
         return part_names(self.network.module, self.options.personal)
 

@@ -24,6 +24,8 @@ class FedBN(SharedPart):
         if len(self.shared) == len(self.current):
             frozen = f" that trainable = {self.settings.trainable!r} trains" if self.settings.trainable else ""
             self.warning = f"model = {self.settings.model!r} has no normalisation layer{frozen}: fedbn is FedAvg"
+        elif not self.shared:
+            self.warning = "fedbn shares nothing: only normalisation layers are trained, and each client keeps its own"
 
     def personal_names(self) -> set[str]:
         layers = [(path, layer) for path, layer in self.model.named_modules() if is_norm(layer)]

@@ -75,11 +75,12 @@ class FedPeWS(SubnetStrategy):
         self.fixed = torch.empty(0)  # every client's fixed mask, bool [N, h]
         if self.options.masks == "fixed" and self.options.warmup_rounds:
             shares = self.options.share_list(settings.num_clients)
-            if self.devices and not self.options.shares:
-                self.narrows = self.options.warmup_rounds >= settings.num_rounds
-                shares = [self.held_width(client) for client in range(settings.num_clients)]
-            shares = [share * there for share, there in zip(shares, self.part.tolist(), strict=True)]
+            by_width = bool(self.devices) and not self.options.shares
+            widths = [self.held_width(client) for client in range(settings.num_clients)]
+            shares = [w * there for w, there in zip(widths if by_width else shares, self.part.tolist(), strict=True)]
             shares = [share / sum(shares) for share in shares]  # the others' units would never be trained
+            if by_width and self.options.warmup_rounds >= settings.num_rounds:
+                self.narrows = all(share <= w + 1e-6 for share, w in zip(shares, widths, strict=True))
             fixed = fixed_masks(self.units, shares)
             self.fixed = torch.stack([torch.cat([mask[group.name] for group in self.units]) for mask in fixed])
 

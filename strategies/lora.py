@@ -144,6 +144,10 @@ class Ranked(FedIT, Sliced):
 
     secure = refused = USES_ALL
 
+    def setup(self) -> None:
+        super().setup()
+        self.narrows = bool(self.adapters)  # else it is FedAvg
+
     def refuses(self) -> Mapping[str, str]:
         return {**super().refuses(), "min-contributors": USES_ALL}
 

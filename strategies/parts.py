@@ -38,10 +38,12 @@ class SharedPart(SubnetStrategy):
 
     def personal_names(self) -> Collection[str]:
         """Return the names of the tensors that stay with the clients."""
+        personal: Collection[str] = ()
         for key in ("tune", "personal"):
-            part = getattr(self.options, key, "all")
+            part = getattr(self.options, key, None)
             try:
-                personal = part_names(self.model, part) if part != "all" else ()
+                if part is not None and (key, part) != ("tune", "all"):
+                    personal = part_names(self.model, part)
             except ValueError as error:
                 raise UserError(f"{self.settings.section}.{key} = {part!r}: {error}") from None
         return personal

@@ -371,6 +371,14 @@ def test_fedpews_fixed_masks_have_the_widths_as_shares(two: str) -> None:
         prepare(made(two, **keys | {"fedpews.warmup-rounds": 3}).settings)
 
 
+def test_no_device_is_given_more_than_it_holds(tmp_path: Path) -> None:
+    """The fixed masks of four eighths would be quarters; without adapters a method of ranks trains all."""
+    (tmp_path / "tiny.toml").write_text('[[class]]\nname = "tiny"\nshare = 1.0\nwidth = 0.125\n')
+    for keys in ({"method": "fedpews", "fedpews.masks": "fixed", "fedpews.warmup-rounds": 50}, {"method": "flexlora"}):
+        with pytest.raises(UserError, match=f"method = '{keys['method']}' trains the whole network"):
+            prepare(made(str(tmp_path / "tiny.toml"), **keys).settings)
+
+
 @pytest.mark.parametrize("shares", ["", "0.4, 0.3, 0.2, 0.1"])
 def test_fedpews_fixed_masks_leave_no_units_to_clients_that_never_take_part(shares: str) -> None:
     strategy = made("", method="fedpews", held_out_clients=1, **{"fedpews.masks": "fixed", "fedpews.shares": shares})

@@ -95,6 +95,12 @@ def test_a_head_that_is_the_embedding_too_is_not_trained(first: str) -> None:
     assert list(tensors_of(freeze(adopted(Tied(), (4,)), Trained("head"), "tied"))) == ["head.bias"]
 
 
+def test_norms_of_frozen_layers_are_groups_of_their_own() -> None:
+    model = freeze(adopted(Residual(), (4,)), Trained("norm"), "residual")
+    norms = [tuple(f"blocks.{k}.norm.{leaf}" for leaf in ("weight", "bias")) for k in range(3)]
+    assert layer_groups(model) == (*norms, tuple(HEAD))
+
+
 def test_biases_are_those_of_recurrent_layers_too() -> None:
     model = freeze(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2)), Trained("bias"), "lstm")
     assert list(tensors_of(model)) == ["0.bias_ih_l0", "0.bias_hh_l0", "1.weight", "1.bias"]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fedsub_app
 from client_apps.heterofl import HeteroFLClient, producers
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Form, Part
@@ -278,6 +279,31 @@ def test_batch_norms_statistics_are_measured_where_a_round_is_evaluated(more: di
     assert "measurement" not in first
     assert second["measurement"]["clients"] == [0, 1, 2, 3]
     assert second["measurement"]["dropped"] == first["dropped"] == second["dropped"] == []
+
+
+def test_the_statistics_of_a_frozen_base_stay(tmp_path: Path) -> None:
+    """They could not be reset, and every measurement was abandoned."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for k, channels in enumerate((1, 4, 4)):
+                self.add_module(f"c{k}", nn.Conv2d(channels, 4, 3, padding=1))
+                self.add_module(f"b{k}", nn.BatchNorm2d(4))
+            self.fc = nn.Linear(256, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name in ("c0", "b0", "c1", "b1", "c2", "b2"):
+                x = self.get_submodule(name)(x)
+            return self.fc(x.flatten(1))  # type: ignore[no-any-return]
+
+    part = (torch.randn(50, 1, 8, 8), torch.arange(50) % 3)
+    keys = {"method": "heterofl", "heterofl.widths": "1, 0.5", "num-rounds": 1, "partition": "iid"}
+    keys |= {"trainable": "c1, b1, c2, b2, fc", "run-dir": str(tmp_path / "run")}
+    record = fedsub_app.run(keys, model=Net, data=(part, part))
+    assert record.lines[1]["measurement"]["dropped"] == []
+    measured = {name for name in load_file(record.folder / "model.safetensors") if "running" in name}
+    assert measured == {f"b{k}.running_{kind}" for k in (1, 2) for kind in ("mean", "var")}
 
 
 def test_robust_refuses_no_client_for_the_statistics_of_a_narrow_network(run_local: Run) -> None:

@@ -12,6 +12,7 @@ from test_methods import made
 from torch import nn
 from torch.nn import functional as F
 
+from client_apps.parts import LGFedAvgClient
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import generator
@@ -266,12 +267,21 @@ def test_a_shared_head_has_no_features_for_moon(method: str, personal: str, run_
             r"fedper.personal = 'fc9': 'fc9' is no layer; allowed are head, body or some of fc1, bn1, fc2",
         ),
         ("fedbabu", "tune", r"fedbabu.tune = 'fc9': 'fc9' is no layer"),
+        ("fedper", "personal", r"fedper.personal = 'all': 'all' is no layer"),
+        ("lg-fedavg", "personal", r"lg-fedavg.personal = 'all': 'all' is no layer"),
     ],
 )
 def test_a_part_that_is_not_there_is_named(method: str, key: str, said: str, run_local: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
-        run_local(method=method, **KEYS, **{f"{method}__{key}": "fc9"})
+        run_local(method=method, **KEYS, **{f"{method}__{key}": said.split("'")[1]})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_client_without_the_body_of_its_warm_up_is_sent_the_whole_model_again() -> None:
+    """It trained the head under a random body, which went into everybody's mean."""
+    place = workplace(resolve({"method": "lg-fedavg", "lg-fedavg.warm-rounds": 1, "model": "fedpews-mlp"}))
+    said = [LGFedAvgClient(place, 0, number, {}).irreplaceable for number in (1, 2)]
+    assert said == ["", "the body of its warm-up is nowhere else"]
 
 
 def test_a_frozen_part_is_not_trained(run_local: Run) -> None:

@@ -1,6 +1,7 @@
 """FjORD, Federated Dropout, FIARSE: numbers by hand, slow references of the papers, equality to FedAvg, slices."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from helpers import SAME, away, merge_round, read
 from test_methods import made
 from test_personal import Slow, moved
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fedsub_app
 from client_apps.fiarse import thresholded
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
@@ -289,6 +291,15 @@ def test_replies_of_more_weights_than_fiarse_sent_are_refused() -> None:
 def test_distillation_without_classes_is_refused() -> None:
     with pytest.raises(UserError, match=r"^fjord.distill = True: needs classes, task = 'regression' has none$"):
         made("fjord", task="regression", dataset="diabetes", train_per_class=0)
+
+
+def test_fiarse_needs_no_units_that_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the devices' networks ended the run after its first round."""
+    monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path))
+    keys = {"method": "fiarse", "devices": "heterofl", "num-clients": 5, "num-rounds": 1, "partition": "iid"}
+    part = (torch.randn(50, 8), torch.arange(50) % 3)
+    record = fedsub_app.run(keys | {"evaluate": "global"}, model=lambda: nn.Linear(8, 3), data=(part, part))
+    assert len(record.lines[1]["served"]["global-accuracy"]) > 2
 
 
 def test_a_device_sets_the_width() -> None:

@@ -113,14 +113,15 @@ def _sequential_groups(model: nn.Sequential) -> tuple[UnitGroup, ...]:
 def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return FedPart's layers in order of execution: the names of :func:`tensors_of`, each in exactly one group.
 
-    A convolution or linear layer and the normalisation behind it are one group. A tensor of a module that has layers
-    in it (a class token, attention's ``in_proj_weight``) is in the group of the first of these layers. The shortcut
-    convolutions of a ResNet are groups of their own, behind the second convolution of their block: ResNet-18 has 21
-    groups. The two factors of a LoRA adapter are one group.
+    A convolution or linear layer and the normalisation behind it are one group, unless that layer is frozen. A tensor
+    of a module that has layers in it (a class token, attention's ``in_proj_weight``) is in the group of the first of
+    these layers. The shortcut convolutions of a ResNet are groups of their own, behind the second convolution of their
+    block: ResNet-18 has 21 groups. The two factors of a LoRA adapter are one group.
     """
     groups: list[tuple[str, ...]] = []
     first: tuple[str, ...] = ()  # tensors of a module that has layers in it, whose first layer is to come
     owned: dict[str, list[str]] = {}
+    frozen = False  # the layer in front
     adapted = {adapter.layer for adapter in adapters(tensors_of(model))}
     for name in tensors_of(model):
         layer = name.partition(".lora_")[0]
@@ -130,11 +131,13 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if name not in adapted and any(True for _ in module.children()):
             first = names
         elif name in owned:
-            if is_norm(module) and groups:
+            if is_norm(module) and groups and not frozen:
                 groups[-1] += names
             else:
                 groups.append(names)
-            first = ()
+            first, frozen = (), False
+        elif any(True for _ in module.parameters(recurse=False)):
+            frozen = True
     if first:  # of a module in which no layer has tensors
         groups.append(first)
     return tuple(groups)
