@@ -140,6 +140,7 @@ def test_what_is_there_stays(made: Path) -> None:
     written = {path.name for path in make_keys(made, ["b.example.org"], 3)}
     assert written == {"server.key", "server.pem", "node-2", "node-2.pub", "node-2.secret"}
     handshake(made, made, "b.example.org")
+    handshake(made, made, "a.example.org")  # whose name the first call gave
     after = {path.name: path.read_bytes() for path in made.iterdir()}
     assert {name for name in before if before[name] != after[name]} == {"server.key", "server.pem"}
 
