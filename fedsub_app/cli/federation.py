@@ -25,7 +25,7 @@ def _whole(path: Path) -> Path:
     try:
         return path.expanduser().resolve()
     except RuntimeError:
-        raise UserError(f"{path}: no such user, or no home") from None
+        raise UserError(f"{path}: '~' is the home of no user here") from None
 
 
 @app.command()

@@ -66,7 +66,8 @@ def make_keys(
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", user):
             raise UserError(f"--user {user!r}: must be up to 60 letters, digits, _ and -")
     named = list(dict.fromkeys([*THIS_MACHINE, *hosts]))
-    names = x509.SubjectAlternativeName({*map(general_name, named), *_hosts(folder / "server.pem")})
+    every = dict.fromkeys([*map(general_name, named), *_hosts(folder / "server.pem")])
+    names = x509.SubjectAlternativeName(every)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written: list[Path] = []
 
