@@ -169,7 +169,7 @@ def test_what_ended_is_started_again_and_nothing_is_left(tmp_path: Path) -> None
             ["up", "--nodes", "0"],
             "--nodes 0: only with --host, under which nodes of other machines reach the SuperLink",
         ),
-        (["up", "--name", "a b"], "--name 'a b': must be letters, digits, _ and -"),
+        (["up", "--name", "a b"], "--name 'a b': must be letters, digits, _ and -, and neither 'default' nor 'local'"),
         (["up", "--name", "theirs"], "--name theirs: Flower's config.toml has such a connection, to another SuperLink"),
         (["up", "--port", "70000"], "Invalid value for '--port': 70000 is not in the range 1<=x<=65535."),
         (["up", "--host", "a/b"], "--host 'a/b': must be a name or an IP address"),

@@ -53,7 +53,7 @@ class Entry(Section):
         if not isinstance(content, dict):
             raise ValueError(f"must be a table of {', '.join(allowed)}")
         for key in content:
-            if key not in allowed:
+            if key not in allowed and key not in cls.model_fields:  # the latter from Python
                 raise ValueError(f"{key!r}: unknown key; allowed are {', '.join(allowed)}")
         return content
 

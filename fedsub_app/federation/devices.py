@@ -51,7 +51,7 @@ class Device(Entry):
 
 
 class _File(Entry):
-    classes: Annotated[tuple[Device, ...], Field(alias="class", min_length=1, strict=False)]
+    class_: Annotated[tuple[Device, ...], Field(min_length=1, strict=False)]
 
 
 class Devices:
@@ -107,7 +107,7 @@ def _classes(text: str) -> tuple[Device, ...]:
     else:
         raise ValueError(f"allowed are {', '.join(presets())}, or a file of yours, <name>.toml")
     try:
-        classes = _File.model_validate(content).classes
+        classes = _File.model_validate(content).class_
     except ValidationError as error:
         raise ValueError(fault(error)) from None
     names = [device.name for device in classes]
