@@ -92,7 +92,7 @@ def test_what_a_node_writes_is_its_owners_alone(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_a_start_waits_for_processes_that_run_and_ends_with_one_that_has_ended(tmp_path: Path) -> None:
-    command = ["python", "-c", "import time; time.sleep(60)"]
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
     pid = machine.start(command, tmp_path / "superlink.log", os.environ)
     processes = {"superlink": machine.Process(command, pid), "node-0": machine.Process(["not", "started"])}
     starting = machine.Starting(tmp_path, machine.Federation(processes=processes))
@@ -180,7 +180,12 @@ def test_a_port_that_another_program_has(taken: str, home: Path, monkeypatch: py
 
 def test_a_federation_in_a_folder_of_any_letters_is_known_to_run(tmp_path: Path) -> None:
     """ps of the locale C has a question mark for each other letter."""
-    command = ["python", "-c", "import time; time.sleep(60)", str(tmp_path / "für alle")]
+    command = [
+        sys.executable,
+        "-c",
+        "import time; time.sleep(60)",
+        str(tmp_path / "für alle"),
+    ]  # no shim that changes into it
     process = processes.Process(command, processes.start(command, tmp_path / "log", os.environ))
     try:
         assert processes.running({"it": process})

@@ -169,9 +169,10 @@ def connect(
 ) -> None:
     """Let this machine's user start runs on a federation elsewhere."""
     from fedsub_app.deployment import flower, node
+    from fedsub_app.deployment.federation import check_name
 
     ca, certificate = _whole(ca), _whole(certificate)
-    flower.check_name(name)
+    check_name(name)
     node.check_superlink(superlink, ca)
     for path in (certificate, certificate.with_suffix(".key")):
         if not path.is_file():

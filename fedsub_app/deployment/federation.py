@@ -121,7 +121,7 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         return base
     partitions = {"partitions": given["nodes"]} if "nodes" in given else {}
     federation = replace(base, **{"insecure": False, **partitions, **given})  # insecure only when it is asked for
-    flower.check_name(federation.name)
+    check_name(federation.name)
     if federation.listen not in (commands.LOOPBACK, commands.ANY):
         raise UserError(f"--listen {federation.listen}: must be {commands.ANY}, or {commands.LOOPBACK}")
     if federation.nodes > federation.partitions:
@@ -149,6 +149,12 @@ def _configured(folder: Path, base: Federation, runs: bool, given: Mapping[str, 
         ports.add(free_port())
     federation.node_ports = list(ports - {federation.port})
     return federation
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`UserError` for a name that no connection of ours may have; two are words of the commands."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("default", "local"):
+        raise UserError(f"--name {name!r}: must be letters, digits, _ and -, and neither 'default' nor 'local'")
 
 
 def has_door(federation: Federation) -> bool:

@@ -130,12 +130,6 @@ def connections() -> dict[str, Any]:
     return {name: table for name, table in _config()["superlink"].items() if isinstance(table, dict)}
 
 
-def check_name(name: str) -> None:
-    """Raise :class:`UserError` for a name that no connection of ours may have; two are words of the commands."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("default", "local"):
-        raise UserError(f"--name {name!r}: must be letters, digits, _ and -, and neither 'default' nor 'local'")
-
-
 def connect(name: str, connection: Mapping[str, Value]) -> Path:
     """Write a connection in the place of the one of its name, as Flower's own commands do; returns config.toml.
 
