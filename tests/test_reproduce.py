@@ -27,6 +27,7 @@ from fedsub_app.common.score import SCORES, Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
+from fedsub_app.data import own_digest
 from fedsub_app.reports.records import grouped
 from fedsub_app.runs import config
 from fedsub_app.settings import digest
@@ -380,6 +381,8 @@ def test_edited_data_are_run_anew(tmp_path: Path) -> None:
     assert batch.run_job(job.overrides, job.folder) == ""
     assert job.summary() is not None
     assert len([*tmp_path.glob("run-before-*")]) == 1
+    (tmp_path / "d.py").write_text("def load(): raise ValueError")  # a function may draw other samples at each call
+    assert own_digest(replace(job, overrides=keys | {"dataset": f"{tmp_path}/d.py:load"}).settings.data) == ""
 
 
 def test_the_commands_to_go_on_with_can_be_typed() -> None:

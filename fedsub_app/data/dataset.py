@@ -40,7 +40,12 @@ def load_dataset(settings: DataSettings) -> Dataset:
 
 
 def own_digest(settings: DataSettings) -> str:
-    """Return the digest of a user's own samples as they are now; "" of another set, or if they cannot be read."""
+    """Return the digest of the samples in a user's files as they are now; "" of another set, or if they are gone.
+
+    It is "" of a function's samples too: each call may draw others, and its code has a digest of its own.
+    """
+    if is_source(settings.dataset) and settings.dataset.partition(":")[0] not in READERS:
+        return ""
     with suppress(UserError):
         if state := _state(settings.dataset, data_folder(settings.data_dir)):
             return _digest(settings, state)
