@@ -22,9 +22,10 @@ from typer.main import get_command
 import fedsub
 import fedsub_app
 from fedsub_app.cli import main as cli
-from fedsub_app.cli.arguments import checked, split
+from fedsub_app.cli.arguments import split
 from fedsub_app.cli.run import overrides_of
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.spelling import parse_pairs
 from fedsub_app.common.tensors import Json
 from fedsub_app.deployment import flower
 from fedsub_app.deployment.flower import PROJECT
@@ -176,7 +177,7 @@ def test_the_pages_commands_can_be_read(page: str, monkeypatch: pytest.MonkeyPat
         if words[0] == "run" and not (options["resume"] or "my" in line):
             resolve(overrides_of(options["words"], options["pairs"]))
         elif words[0] == "reproduce" and "my-" not in line:
-            given = checked([*(options["words"] or ()), *(options["pairs"] or ())])
+            given = parse_pairs([*(options["words"] or ()), *(options["pairs"] or ())])
             for row in read_table(options["name"]).rows:
                 resolve(applicable_keys({**row.overrides, **given}))
 

@@ -123,7 +123,7 @@ def test_a_wrong_value_is_refused_where_another_method_runs(conf: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(experiments()))
 def test_every_experiment_resolves_for_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_read_experiment", cache(config._read_experiment))  # the same files for each
+    monkeypatch.setattr(config, "read_experiment", cache(config.read_experiment))  # the same files for each
     for method in METHODS:
         resolve({"experiment": name, "method": method})
 

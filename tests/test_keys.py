@@ -1,5 +1,6 @@
 """The certificates and keys that ``fedsub federation keys`` makes do what they are for: real handshakes, in memory."""
 
+import shutil
 import ssl
 import stat
 from datetime import UTC, datetime, timedelta
@@ -170,6 +171,13 @@ def test_without_the_authoritys_key_nothing_is_signed(tmp_path: Path) -> None:
     (tmp_path / "server.pem").write_text("no certificate")
     with pytest.raises(UserError, match=r"server.pem: cannot be read as a key or certificate \("):
         make_keys(tmp_path)
+    make_keys(tmp_path / "hostless")
+    shutil.copy(tmp_path / "hostless" / "ca.crt", tmp_path / "hostless" / "server.pem")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "ca.crt").write_text("no certificate")
+    for folder, name in (("hostless", "server.pem"), ("damaged", "ca.crt")):
+        with pytest.raises(UserError, match=rf"{folder}/{name}: cannot be read as a key or certificate \("):
+            make_keys(tmp_path / folder)
 
 
 def test_days(tmp_path: Path) -> None:

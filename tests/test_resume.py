@@ -223,7 +223,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert refused.code == 2
     (line,) = refused.err.splitlines()
     assert line == (
-        f"error: {tmp_path / 'empty' / 'settings.json'}: not there; run-dir must be the directory of an earlier run"
+        f"error: {tmp_path / 'empty' / 'settings.json'}: not there; must be the directory of an earlier run"
     )
 
 

@@ -247,9 +247,11 @@ def test_experiments_of_one_name_are_two_sweeps_and_so_is_an_edited_one(
         (tmp_path / place).mkdir()
         monkeypatch.chdir(tmp_path / place)
         for line in ("", "num-rounds = 3\n"):
-            Path("my.toml").write_text(f'extends = "quickstart/digits"\n{line}')
-            folders.add(sweep._folder(search, "global"))
-    assert len(folders) == 4
+            Path("base.toml").write_text(f'extends = "quickstart/digits"\n{line}')
+            for own in ("", "num-clients = 4\n"):
+                Path("my.toml").write_text(f'extends = "base.toml"\n{own}')
+                folders.add(sweep._folder(search, "global"))
+    assert len(folders) == 8
 
 
 def test_the_best_settings_can_be_run(tmp_path: Path) -> None:

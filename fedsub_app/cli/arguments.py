@@ -8,7 +8,6 @@ from typer import Argument, Option
 
 from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
-from fedsub_app.common.spelling import Value, parse_pairs
 
 
 # Completions: typer leaves out those that do not begin as the word does.
@@ -64,12 +63,3 @@ def split(words: Iterable[str] | None, pairs: Iterable[str] | None = None) -> tu
     if "" in names:  # a shell's variable without a value
         raise UserError("experiment = '': must be a name of `fedsub list`, a TOML file or left out")
     return (names or [""])[0], [*(word for word in words or () if word not in names), *(pairs or ())]
-
-
-def checked(pairs: Iterable[str]) -> dict[str, Value]:
-    """Return settings of ``key=value`` words; :class:`UserError` where one is no pair, or a key is unknown."""
-    from fedsub_app.runs.config import check
-
-    values = parse_pairs(pairs)
-    check(values)
-    return values

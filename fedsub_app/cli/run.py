@@ -7,11 +7,11 @@ from typing import Annotated
 
 from typer import Option
 
-from fedsub_app.cli.arguments import Pairs, Words, checked, split
+from fedsub_app.cli.arguments import Pairs, Words, split
 from fedsub_app.common.conf_files import is_file
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.late import uncollected
-from fedsub_app.common.spelling import Value
+from fedsub_app.common.spelling import Value, parse_pairs
 
 
 def run(
@@ -68,7 +68,7 @@ def overrides_of(
     experiment, given = split(words, pairs)
     if not experiment and not given and not resume:
         experiment = "quickstart/digits"
-    overrides = checked(given)
+    overrides = parse_pairs(given)
     if experiment:
         name = str(Path(experiment).absolute()) if is_file(experiment) else experiment
         _set_keys(overrides, {"experiment": name}, experiment)

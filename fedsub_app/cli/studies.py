@@ -6,8 +6,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, checked, complete_keys, split
+from fedsub_app.cli.arguments import Pairs, Slurm, Words, Workers, complete_keys, split
 from fedsub_app.common.conf_files import tables
+from fedsub_app.common.spelling import parse_pairs
 
 
 def reproduce(
@@ -29,7 +30,7 @@ def reproduce(
     dry_run: Annotated[bool, Option("--dry-run", help="check every row's settings and list the runs")] = False,
 ) -> int:
     """Run a table's experiments over seeds; show them beside the paper's numbers."""
-    overrides = checked([*(words or ()), *(pairs or ())])
+    overrides = parse_pairs([*(words or ()), *(pairs or ())])
     from fedsub_app.studies.reproduce import reproduce as run_table
 
     return run_table(name, seeds, overrides, workers, out, only or (), check, dry_run, slurm or ())

@@ -128,7 +128,8 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 def _server(folder: Path, host: str, names: x509.SubjectAlternativeName, days: int) -> Pair:
-    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    authority = _read(folder / "ca.crt", x509.load_pem_x509_certificate)
+    assert authority  # make_keys has made one
     signer = _read(folder / "ca.key", lambda text: load_pem_private_key(text, None))
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise UserError(f"{folder / 'ca.key'}: not there, or no EC key; it has to sign the server's certificate")
@@ -169,8 +170,12 @@ def _serves(path: Path, names: x509.SubjectAlternativeName | None = None) -> boo
 
 def _hosts(path: Path) -> list[x509.GeneralName]:
     """Return the hosts that a server's certificate names; none where it is not there."""
-    certificate = _read(path, x509.load_pem_x509_certificate)
-    return [*certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value] if certificate else []
+
+    def named(text: bytes) -> list[x509.GeneralName]:
+        extensions = x509.load_pem_x509_certificate(text).extensions
+        return [*extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
+
+    return _read(path, named) or []
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
@@ -179,5 +184,5 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
         return parse(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
         raise UserError(f"{path}: cannot be read as a key or certificate ({error})") from None

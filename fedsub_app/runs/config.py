@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from fedsub_app.common.conf_files import conf_name, experiment_file, experiments, is_file, read_toml
 from fedsub_app.common.errors import UserError, printable, shown
 from fedsub_app.common.own_code import section_of
-from fedsub_app.common.section import Listed, Section, Value, flatten, wanted
+from fedsub_app.common.section import Listed, Section, Value, fault, flatten
 from fedsub_app.common.spelling import near, one_of
 from fedsub_app.runs.methods import METHODS, Method, check_name, installed, register_outside
 from fedsub_app.settings import Settings
@@ -144,7 +144,7 @@ def canonical(key: str, value: Value) -> Value:
     return value
 
 
-def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
+def read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Value]:
     """Return an experiment's keys on top of those of the one that it ``extends``; ``extending``: those before it."""
     source = f"{conf_name(experiment_file(extending[-1]))}: extends" if extending else "experiment"
     if name in extending:
@@ -166,7 +166,7 @@ def _read_experiment(name: str, extending: tuple[str, ...] = ()) -> dict[str, Va
         base = str(path.parent / base)
     elif "/" not in base and not is_file(name):
         base = f"{path.parent.name}/{base}"
-    return _read_experiment(base, (*extending, name)) | keys
+    return read_experiment(base, (*extending, name)) | keys
 
 
 def _check_values(values: Mapping[str, Value]) -> None:
@@ -189,7 +189,7 @@ def _check_method(method: object) -> None:
 def base_keys(experiment: str, method: str) -> dict[str, Value]:
     """Return the keys of a method before single keys are set: defaults, experiment, presets."""
     _check_method(method)
-    chosen = _read_experiment(experiment) if experiment else {}
+    chosen = read_experiment(experiment) if experiment else {}
     keys = defaults() | {key: canonical(key, value) for key, value in chosen.items()}
     return {key: value for key, value in keys.items() if _is_of(key, method)} | dict(METHODS[method].preset)
 
@@ -203,7 +203,7 @@ def applicable_keys(overrides: Mapping[str, Value]) -> dict[str, Value]:
     """Return single keys without those of methods that they do not run; a table sets keys of several methods."""
     check(overrides)
     name = overrides.get("experiment", "")
-    method = (defaults() | (_read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
+    method = (defaults() | (read_experiment(str(name)) if name else {}) | dict(overrides))["method"]
     return {key: value for key, value in overrides.items() if _is_of(key, method)}
 
 
@@ -217,7 +217,7 @@ def resolve(overrides: Mapping[str, Value]) -> Settings:
     """
     check(overrides)
     name = overrides.get("experiment", "")
-    given = (_read_experiment(str(name)) if name else {}) | dict(overrides)
+    given = (read_experiment(str(name)) if name else {}) | dict(overrides)
     _check_values(given)
     values = defaults() | given
     method = values["method"]
@@ -248,10 +248,5 @@ def _validated(section: type[AnySection], values: Mapping[str, Any], prefix: str
     """Return a section of these values, or raise :class:`UserError` for the first wrong one: ``prefix`` + its key."""
     try:
         return section.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = f"{prefix}{'.'.join(map(str, first['loc']))}"
-        if first["type"] == "value_error":  # a check of our own: of one key it says what is allowed, of several all
-            reason = str(first["ctx"]["error"])
-            raise UserError(f"{key} = {shown(first['input'])}: {reason}" if first["loc"] else reason) from None
-        raise UserError(f"{key} = {shown(first['input'])}: {wanted(first['msg'])}") from None
+    except ValidationError as error:  # a check of several keys names them all
+        raise UserError(prefix * bool(error.errors()[0]["loc"]) + fault(error)) from None

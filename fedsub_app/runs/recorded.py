@@ -13,7 +13,7 @@ from fedsub_app.common.files import read_json
 from fedsub_app.common.own_code import OWN
 from fedsub_app.common.section import Json, Value
 from fedsub_app.data.settings import SOURCES
-from fedsub_app.runs.config import canonical, resolve
+from fedsub_app.runs.config import canonical, check, resolve
 from fedsub_app.settings import LOCATION_KEYS, Settings
 
 OWN_CODE = "own-code"  # key of settings.json: digests of the user's files, by the setting that names one
@@ -38,6 +38,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
 
     The keys of ``EXTENDED`` may allow more.
     """
+    check(overrides)
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         settings = resolve(overrides)
         if settings.resume:  # the run may have other keys than the experiment that says so
@@ -85,7 +86,7 @@ def read_recorded(folder: Path) -> Json:
     """Return the content of a run's settings.json, as ``open_run`` wrote it."""
     path = folder / "settings.json"
     if not path.is_file():
-        raise UserError(f"{path}: not there; run-dir must be the directory of an earlier run")
+        raise UserError(f"{path}: not there; must be the directory of an earlier run")
     content = read_json(path)
     recorded, run_id = content.get("settings"), content.get("run-id")
     if not isinstance(recorded, dict) or not re.fullmatch(r"[0-9a-f]{12}", str(run_id)):

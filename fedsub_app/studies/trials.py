@@ -27,7 +27,7 @@ from fedsub_app.common.score import Score
 from fedsub_app.common.section import Value
 from fedsub_app.common.seeds import derive
 from fedsub_app.common.spelling import parse_pairs
-from fedsub_app.runs.config import applicable_keys, base_keys, check, defaults, is_list
+from fedsub_app.runs.config import applicable_keys, base_keys, check, defaults, is_list, read_experiment
 from fedsub_app.studies.batch import Job
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -168,8 +168,8 @@ class Search:
     def describe(self, metric: str) -> dict[str, Any]:
         """Return the identity of a sweep by ``metric``; the number of trials does not belong to it."""
         experiment = self.experiment
-        if is_file(experiment):  # a file of this name in another folder, or an edited one, is another experiment
-            digest = hashlib.sha256(Path(experiment).read_bytes()).hexdigest()
+        if is_file(experiment):  # a file of this name in another folder, or edited keys, make another experiment
+            digest = hashlib.sha256(json.dumps(read_experiment(experiment), sort_keys=True).encode()).hexdigest()
             experiment = f"{Path(experiment).resolve()} {digest[:12]}"
         return {
             "experiment": experiment,
