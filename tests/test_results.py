@@ -57,7 +57,7 @@ def test_a_claim_is_judged_by_its_rows(pages: ModuleType, monkeypatch: pytest.Mo
     keys |= {"rounds": 18, "data": "", "words": "", "item": ""}
 
     def judged(**more: object) -> object:
-        claim = pages.Claim("fedpart", 1, keys | more)
+        claim = pages.Claim(1, keys | more)
         claim.judge()
         return claim
 

@@ -161,6 +161,12 @@ def test_metrics_of_a_row() -> None:
     assert sample_of(row, "rounds-to-target") == sample({0: 5, 1: 9})  # not reached: its last round
     summary = {"runs": [{"seed": 0}], "over-seeds": {"final": {"mean": 7.0, "sd": 2.0, "n": 3}}}
     assert sample_of(summary) == Sample(7.0, 2.0, 3)
+    summary["over-seeds"]["final"] = {"mean": 2.0, "sd": 1.0, "n": 3}  # 1, 2, 3
+    summary["runs"] += [{"seed": 3, "final": 4.0}, {"seed": 4, "final": 5.0}]
+    five = sample_of(summary)
+    assert five == Sample(3.0, pytest.approx(math.sqrt(2.5)), 5)
+    summary["runs"][0] |= {"final": 6.0}  # each run has its own number: the summary is of earlier ones
+    assert sample_of(summary) == sample({0: 6.0, 3: 4.0, 4: 5.0})
     assert row_of(content, "here", "b") is None
 
 

@@ -33,6 +33,18 @@ def _text(found: Sample) -> str:
     return f"{found.mean:.1f}" + f" ± {found.sd:.1f}" * (found.n > 1)
 
 
+def seeds_of(content: Json) -> int:
+    """Return the number of seeds, from the first one on, that repeats every run of a file."""
+    seeds = [run["seed"] for row in content["rows"] for run in row["runs"]]
+    return max(seeds) - min(seeds) + 1
+
+
+def repeated(content: Json) -> str:
+    """Return the command that repeats every run of a file."""
+    command = content["command"]
+    return command if "--seeds" in command or "seeds" not in content else f"{command} --seeds {content['seeds']}"
+
+
 def matrix(content: Json) -> str:
     """Return a table of accuracies, published ones in brackets: one line per method, one column per setting."""
     settings = _names(content, "setting")
@@ -150,7 +162,7 @@ def adapters(content: Json) -> str:
 
 
 TABLES: Mapping[str, Callable[[Json], str]] = {
-    "command": lambda content: content["command"],
+    "command": repeated,
     "matrix": matrix,
     "budgets": budgets,
     "adapters": adapters,

@@ -20,10 +20,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from defences import filled  # noqa: E402
+from defences import filled, repeated, seeds_of  # noqa: E402
 from rule import SIGMAS, VERDICTS, judged, relative  # noqa: E402
 
 from fedsub_app.common.conf_files import tables  # noqa: E402
+from fedsub_app.common.tensors import Json  # noqa: E402
 from fedsub_app.common.text import markdown  # noqa: E402
 from fedsub_app.reports.curves import Curve, deviation  # noqa: E402
 from fedsub_app.reports.pictures import as_text, colour, draw_lines, figure, limits_of, svg  # noqa: E402
@@ -41,7 +42,6 @@ from fedsub_app.studies.evidence import (  # noqa: E402
 from fedsub_app.studies.reproduce import compared, filled_columns  # noqa: E402
 from fedsub_app.studies.tables import Paper, read_table  # noqa: E402
 
-Json = dict[str, Any]
 PAPERS = ("fedpart", "fedpews", "fedselect", "sub-fedavg", "ist")
 UNITS = {"final": "points", "rounds-to-target": "rounds", "MB": "% of bytes", "GFLOPs": "% of FLOPs"}
 MADE = "<!-- made by `make results` of claims/* and data/*.json; edit those -->"
@@ -49,7 +49,8 @@ RULE = f"""The difference of two rows has its 95 % t-interval over seeds. The in
 where only the runs' mean and standard deviation were kept. A target that was not reached counts as the last round. With
 one seed the interval is ± {SIGMAS} of the paper's standard deviations of that difference; where the paper gives three
 runs as minimum to maximum, a row's standard deviation is their range / 1.693. Where the paper states no deviation, one
-seed decides nothing. No seed changes bytes by the formula or FLOPs: their interval is the paper's rounding.
+seed decides nothing. Where no seed changes bytes by the formula or FLOPs, their interval is the paper's
+rounding.
 
 - *reproduced*: the interval lies on the paper's side of 0, and holds the paper's effect if the paper states a number.
 - *direction only*: the interval lies on the paper's side of 0 and excludes the paper's effect, which is smaller or
@@ -89,7 +90,6 @@ def stated_of(table: str, setting: str, method: str, metric: str) -> tuple[float
 class Claim:
     """A claim of a paper: what it says, and what the runs say of it."""
 
-    paper: str
     number: int
     keys: Json
     effect: float | None = None
@@ -98,6 +98,7 @@ class Claim:
     found: Estimate | None = None
     rows: str = ""
     rounds: int = 0  # of the shortest run
+    hours: float = 0.0  # of the longest run
     whole: bool = False  # the runs are as long as the paper's
 
     @property
@@ -129,18 +130,21 @@ class Claim:
             assert first
             assert second
             self.rows = " against ".join(f"{each.mean:.4g}" if relatively else str(each) for each in (first, second))
-            self.rounds = min(run["rounds"] for row in rows if row for run in row["runs"])
+            runs = [run for row in rows if row for run in row["runs"]]
+            self.rounds = min(run["rounds"] for run in runs)
+            self.hours = max(run.get("totals", {}).get("seconds", 0) for run in runs) / 3600
             self.found = difference(first, second, *([relative] if relatively else []))
             self.verdict = "undecided"
             if self.found and self.rounds >= keys["rounds"] and "reduced" not in keys:
-                self.whole, exact = True, keys.get("rounding", 0.0) if relatively else None
+                self.whole, exact = True, keys.get("rounding") if relatively else None
                 effect = self.side if self.effect is None else self.effect
                 self.verdict, self.found = judged(self.found, effect, self.effect is not None, self.sd, exact)
 
     @property
     def due(self) -> bool:
         """By the rule the claim's rows get seeds 3 and 4."""
-        return self.whole and self.verdict == "undecided" and bool(self.found and 3 <= self.found.n < 5)
+        few = self.whole and self.verdict == "undecided" and self.hours < 1
+        return few and bool(self.found and 3 <= self.found.n < 5)
 
     @property
     def size(self) -> str:
@@ -185,7 +189,7 @@ def papers() -> dict[str, Json]:
         with (HERE / "claims" / f"{name}.toml").open("rb") as file:
             content[name] = paper = tomllib.load(file)
         claims = [paper.get("every", {}) | keys for keys in paper.get("claim", [])]
-        paper["claims"] = [Claim(name, number + place, keys) for place, keys in enumerate(claims, 1)]
+        paper["claims"] = [Claim(number + place, keys) for place, keys in enumerate(claims, 1)]
         number += len(claims)
         for claim in paper["claims"]:
             claim.judge()
@@ -329,7 +333,9 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
     results, pictures = [], {}
     for table in paper["tables"]:
         content = data()[table]
-        results += [f"### {content['title']}: {table}", f"    {content['command']}", table_of(table)]
+        results += [f"### {content['title']}: {table}", f"    {repeated(content)}", table_of(table)]
+        if content["table"] in tables() and (more := len(read_table(content["table"]).rows) - len(content["rows"])):
+            results += [f"The command has {more} further rows, which were not run; `--only` leaves them out."]
         results += [f"Source: {content['source']}."] if "source" in content else []
         links, drawn = curves(table)
         results += links
@@ -369,7 +375,8 @@ def overview(content: Mapping[str, Json]) -> dict[Path, str]:
         "runs of this repository. A paper's page has its set-up, every row, the commands and the cost.",
         f"**{len(claims)} claims, {decided} decided: {counts_of(claims)}.**",
         "![One line per claim: the paper's effect, and ours with its interval](pictures/forest.svg)",
-        *("## The rule", f"{RULE} Claims that still lack these seeds: {', '.join(due) or 'none'}."),
+        "## The rule",
+        f"{RULE} Claims with runs of less than an hour that lack these seeds: {', '.join(due) or 'none'}.",
     ]
     for name, paper in content.items():
         parts += [f"## [{paper['title']}]({name}.md)", f"{counts_of(paper['claims'])}."]
@@ -460,6 +467,7 @@ def add(runs: Path) -> None:
                 known["runs"] = sorted([*others, entry], key=lambda run: run["seed"])
         order = [(row.setting, row.label) for row in table.rows]
         content["rows"].sort(key=lambda row: order.index((row["setting"], row["method"])))
+        content["seeds"] = seeds_of(content)
         write_evidence(file, content)
 
 

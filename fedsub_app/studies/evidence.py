@@ -150,7 +150,8 @@ def sample_of(row: Json, metric: str = "final") -> Sample | None:
     """Return a row's metric over seeds; ``None`` where no run has a number of it.
 
     ``metric``: ``final`` (percent), ``rounds-to-target`` (a target that was not reached counts as the last round),
-    ``MB`` (both ways, by the papers' formula), ``GFLOPs``, or another key of a run.
+    ``MB`` (both ways, by the papers' formula), ``GFLOPs``, or another key of a run. ``over-seeds`` has the mean and
+    deviation of the runs whose numbers were not kept singly; runs that have one are added to them.
     """
     values: dict[int, float] = {}
     for run in row["runs"]:
@@ -163,10 +164,14 @@ def sample_of(row: Json, metric: str = "final") -> Sample | None:
             values[run["seed"]] = run[metric]
         elif metric == "rounds-to-target" and metric in run:
             values[run["seed"]] = run["rounds"]
-    if values:
-        return sample(values)
     kept = row.get("over-seeds", {}).get(metric)
-    return Sample(kept["mean"], kept["sd"], kept["n"]) if kept else None
+    if not kept or 0 < len(row["runs"]) == len(values):
+        return sample(values) if values else None
+    n, numbers = kept["n"] + len(values), list(values.values())
+    mean = (kept["n"] * kept["mean"] + sum(numbers)) / n
+    squares = (kept["n"] - 1) * kept["sd"] ** 2 + kept["n"] * (kept["mean"] - mean) ** 2
+    squares += sum((number - mean) ** 2 for number in numbers)
+    return Sample(mean, math.sqrt(squares / max(n - 1, 1)), n)
 
 
 def _equal(run: Json, other: Json) -> bool:
