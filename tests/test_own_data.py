@@ -959,11 +959,9 @@ def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     fedsub_app.run(keys)
     more = keys | {"resume": True, "num-rounds": 2}
     before = table.read_text()
-    for other in ("1,0\n2,1\n" * 30, "1,0\n2,1\n" * 23 + "1,1\n2,1\n"):
+    for other in ("1,0\n2,1\n" * 30, "1,0\n2,1\n" * 23 + "1,0\n3,1\n"):
         table.write_text(f"x,label\n{other}")
-        with pytest.raises(
-            UserError, match=r"^dataset = 'csv:t.csv': the samples have changed since the run in .* began"
-        ):
+        with pytest.raises(UserError, match=r"^dataset = 'csv:t.csv': the file has changed since the run in .* began"):
             fedsub_app.run(more)
     table.write_text(before)
     assert fedsub_app.run(more).lines[-1]["round"] == 2

@@ -148,6 +148,26 @@ def test_rows_are_predicted_as_the_test_rows(patients: tuple[Path, list[str]], t
     assert [row[:2] for row in found[-1:]] == [[mislabelled, len(rows) - 1]]
 
 
+def test_a_note_says_what_has_changed_and_whose_model_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, net = tmp_path / "t.csv", tmp_path / "net.py"
+    data.write_text("x,label\n" + "1,0\n2,1\n4,1\n" * 16)
+    net.write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(1, 2)\n")
+    keys: dict[str, Any] = {"dataset": f"csv:{data}", "model": f"{net}:net", "partition": "iid", "method": "fedavg"}
+    run_small(tmp_path / "run", num_rounds=1, num_clients=2, **keys)
+    run = tmp_path / "run"
+    _, before = predictions(run, [data])
+    assert not capsys.readouterr().err
+    predictions(run, [data], 1)
+    assert capsys.readouterr().err == "note: method = 'fedavg': client 1's model is the global one\n"
+    data.write_text(data.read_text().replace("2,1", "5,1"))
+    assert predictions(run, [data])[1] != before
+    since = f"the file has changed since the run in {run} began\n"
+    assert capsys.readouterr().err == f"note: dataset = 'csv:{data}': {since}"
+    net.write_text(net.read_text() + "# a comment\n")
+    client_of(run, 0)
+    assert capsys.readouterr().err == f"note: model = '{net}:net': {since}"
+
+
 def test_a_regression_has_its_columns(tmp_path: Path) -> None:
     lines = ["dose,effect", *(f"{n},{2 * n}" for n in range(30))]
     (tmp_path / "doses.csv").write_text("\n".join(lines))

@@ -26,8 +26,8 @@ from fedsub_app.models import UnitGroup, load_tensors, split
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_in
 from fedsub_app.runs.masks import overlap, strategy_of
-from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import read_rounds
 from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
@@ -48,7 +48,7 @@ def analyse(folder: Path) -> list[Path]:
     ``mask-size.csv`` and ``.png``: score of a client's own model against the part of the network outside its mask,
     at each checkpoint that was evaluated, of the clients that had been trained by then.
     """
-    settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings = settings_in(folder)
     settings.need_data()
     lines, paths = read_rounds(folder), checkpoints(folder)
     if not paths:

@@ -39,8 +39,8 @@ from fedsub_app.federation.wire import to_arrays, to_tensors
 from fedsub_app.reports.export import write_csv
 from fedsub_app.reports.pictures import COLOURS, figure, legend_beside
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_in
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import settings_of
 from fedsub_app.training.client import Training
 from fedsub_app.training.objectives import Objective
 from fedsub_app.training.workplace import Workplace, workplace
@@ -54,7 +54,7 @@ def approximation(folder: Path, rounds: int, starts: Path | None = None) -> list
     ``rounds``: federated rounds from each checkpoint. ``starts``: run whose checkpoints are the models M, ``None`` for
     this one's; its states are not used.
     """
-    settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings = settings_in(folder)
     settings.need_data()
     if settings.lr_schedule != "step":  # a plateau hangs on the scores before a checkpoint, a cosine ends with its run
         raise UserError(f"lr-schedule = {settings.lr_schedule!r} of {folder}: must be 'step' for an approximation")

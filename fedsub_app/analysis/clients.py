@@ -5,8 +5,8 @@ from pathlib import Path
 from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_in
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import settings_of
 from fedsub_app.runs.rounds import plateau_lr, read_rounds
 from fedsub_app.training.client_state import ClientState
 from fedsub_app.training.workplace import workplace
@@ -31,7 +31,7 @@ def client_of(folder: Path, client: int) -> Client:
         The folder is not that of a run, has no checkpoint, no longer the client's state or a damaged
         file, or the run has no such client.
     """
-    settings = settings_of({"run-dir": str(folder), "resume": True})
+    settings = settings_in(folder)
     settings.need_data()
     if not 0 <= client < settings.num_clients:
         raise UserError(f"client = {client}: must be an integer from 0 to {settings.num_clients - 1}")

@@ -25,7 +25,8 @@ from fedsub_app.data.tables import unseen_rows
 from fedsub_app.data.text import pretrained_tokenizer
 from fedsub_app.models import adapters, base_digest, check_base, scale_of, tensors_of, tied_weights, turned, whole_names
 from fedsub_app.runs.checkpoint import global_network
-from fedsub_app.runs.recorded import own_code, read_recorded, settings_of
+from fedsub_app.runs.directory import settings_in
+from fedsub_app.runs.recorded import own_code, read_recorded
 from fedsub_app.settings import Settings
 from fedsub_app.training.local import evaluation_batches
 from fedsub_app.training.problem import Problem
@@ -36,18 +37,21 @@ def model_of(folder: Path, client: int | None = None) -> tuple[nn.Module, AnySam
 
     Behind it: the training samples, of the client where it is a client's, the problem and the settings.
     """
-    settings = settings_of({"run-dir": str(folder), "resume": True})
+    own = None if client is None else client_of(folder, client)
+    settings = own.settings if own else settings_in(folder)
     problem = Problem.of(settings)
     x: AnySamples | Batch = problem.data.train_x
-    if client is None:
-        network = global_network(folder, problem)
+    network = global_network(folder, problem)
+    if not own:
         bs = [tensor for name, tensor in tensors_of(network).items() if ".lora_B." in name]
         if bs and not settings.options.moves_base and not any(b.any() for b in bs):
             said = "B = 0 in the global model's adapters, each client has its own: --client 0 takes that of client 0"
             print(f"note: method = {settings.method!r}: {said}", file=sys.stderr)
     else:
-        own = client_of(folder, client)
-        network, x = own.network.module, problem.data.train_x.part(own.place.partition.train[client])
+        shared, network = tensors_of(network), own.network.module
+        if all(torch.equal(tensor.cpu(), shared[name].cpu()) for name, tensor in own.network.tensors.items()):
+            print(f"note: method = {settings.method!r}: client {client}'s model is the global one", file=sys.stderr)
+        x = problem.data.train_x.part(own.place.partition.train[own.id])
     check_base(settings.model, base_digest(network), read_recorded(folder).get("base", ""), "the run's")
     return network.cpu(), x, problem, settings
 

@@ -36,10 +36,10 @@ class Record(RunData):
     def model(self) -> "nn.Module":
         """Return the network with the final global model, in evaluation mode; the run's data must be here."""
         from fedsub_app.runs.checkpoint import global_network
-        from fedsub_app.runs.recorded import settings_of
+        from fedsub_app.runs.directory import settings_in
         from fedsub_app.training.problem import Problem
 
-        return global_network(self.folder, Problem.of(settings_of({"run-dir": str(self.folder), "resume": True})))
+        return global_network(self.folder, Problem.of(settings_in(self.folder)))
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return a row a round: the numbers of rounds.jsonl and the costs so far."""

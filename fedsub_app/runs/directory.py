@@ -10,8 +10,9 @@ import hashlib
 import math
 import os
 import subprocess
+import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,11 +29,21 @@ from fedsub_app.common.own_code import OWN, code_file, state_of
 from fedsub_app.common.score import Score
 from fedsub_app.common.tensor_files import round_file, round_files, write_tensors
 from fedsub_app.common.tensors import CPU, Json, Tensors
+from fedsub_app.data import READERS, data_folder, matching
 from fedsub_app.models import check_base
 from fedsub_app.runs.audit import append
 from fedsub_app.runs.checkpoint import Checkpoint, checkpoints, read_checkpoint, start_file
 from fedsub_app.runs.methods import BUILT_IN, installed
-from fedsub_app.runs.recorded import EXTENDED, OWN_CODE, RunFailed, new_folder, own_code, read_recorded, resume_command
+from fedsub_app.runs.recorded import (
+    EXTENDED,
+    OWN_CODE,
+    RunFailed,
+    new_folder,
+    own_code,
+    read_recorded,
+    resume_command,
+    settings_of,
+)
 from fedsub_app.runs.rounds import ROUNDS, from_line, read_rounds, summarise, to_line
 from fedsub_app.settings import Settings, digest
 
@@ -231,13 +242,33 @@ def changed_file(settings: Settings, recorded: Json) -> str:
     return next((key for key, now in _own_digests(settings).items() if now and then.get(key, now) != now), "")
 
 
+def settings_in(folder: Path) -> Settings:
+    """Return the settings of the run in a directory; a note on stderr names a file that has changed since."""
+    settings = settings_of({"run-dir": str(folder), "resume": True})
+    if key := changed_file(settings, read_recorded(folder)):
+        said = f"note: {key} = {settings.flat()[key]!r}: the file has changed since the run in {folder} began"
+        print(said, file=sys.stderr)
+    return settings
+
+
 def _own_digests(settings: Settings) -> dict[str, str]:
     """Return the digests of the user's files that settings name, by key; "" of one that is gone."""
     digests = {key: state_of(text) for key, text in own_code(settings.flat()).items() if code_file(text)}
+    kind, _, name = settings.dataset.partition(":")
+    if kind in READERS and (tables := matching(name, data_folder(settings.data_dir))):
+        digests["dataset"] = _digest_of(tables)
     if settings.start_from and start_file(settings).is_file():
-        with start_file(settings).open("rb") as model:
-            digests["start-from"] = hashlib.file_digest(model, "sha256").hexdigest()
+        digests["start-from"] = _digest_of([start_file(settings)])
     return digests
+
+
+def _digest_of(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 of files, one behind the other."""
+    checksum = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: checksum)
+    return checksum.hexdigest()
 
 
 @cache

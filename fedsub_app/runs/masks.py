@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedsub_app.models.groups import split
 from fedsub_app.runs.checkpoint import checkpoints, read_checkpoint
+from fedsub_app.runs.directory import settings_in
 from fedsub_app.runs.methods import METHODS
-from fedsub_app.runs.recorded import settings_of
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Problem
 from strategies.base import SubnetStrategy
@@ -53,7 +53,7 @@ def last_masks(folder: Path) -> Masks | None:
     checkpoint = read_checkpoint(paths[-1]) if paths else None
     if checkpoint is None or not checkpoint.state:
         return None
-    strategy = strategy_of(settings_of({"run-dir": str(folder), "resume": True}))
+    strategy = strategy_of(settings_in(folder))
     strategy.load_state(checkpoint.state)
     units = strategy.unit_masks()
     if units is not None:
