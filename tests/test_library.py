@@ -626,7 +626,7 @@ def test_settings_of_flowers_start_are_refused() -> None:
 def test_layers_need_a_model() -> None:
     with pytest.raises(fedsub.UserError, match=r"^model = None: .* give model=$"):
         fedsub.FedPart(clients_per_node=4).start(grid(), arrays(), 1)
-    with pytest.raises(fedsub.UserError, match=r"^initial_arrays: 'fc1.weight' has shape None, in model = Sequential"):
+    with pytest.raises(fedsub.UserError, match=r"^initial_arrays: 'fc1.weight': no such tensor; model = Sequential"):
         fedsub.FedPart(clients_per_node=4, model=sequential).start(grid(), arrays(), 1)
 
 
@@ -832,9 +832,38 @@ def test_layers_that_run_in_another_order_than_they_are_defined_in() -> None:
     found = fedsub.FedPer(clients_per_node=4, in_shape=(1, 8, 8), **own).start(grid(**own), first, 2)
     moved = {n for n, t in to_tensors(found.arrays).items() if not torch.equal(t, to_tensors(first)[n])}
     assert {n for n in moved if not n.startswith("body")} == set()
-    strategy = fedsub.FedAvg(clients_per_node=4, **own)  # which does not ask for layers
-    strategy.start(grid(**own), first, 1)
-    assert strategy.connected.phase.dropped == []
+    for head in ("", "head"):
+        strategy = fedsub.FedAvg(clients_per_node=4, head=head, **own)  # which does not ask for layers
+        strategy.start(grid(**own), first, 1)
+        assert strategy.connected.phase.dropped == []
+
+
+class Unused(Net):
+    """Its last layer does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+def test_a_head_that_does_not_run_is_named() -> None:
+    own = {"model": Unused}
+    said = r"UserError: head = 'spare': the layer was not run; head= names another one, in_shape= finds the last"
+    with pytest.raises(fedsub.RunFailed, match=said):
+        fedsub.FedAvg(clients_per_node=4, **own).start(grid(**own), arrays(Unused()), 1)
+    for how in ({"in_shape": (1, 8, 8)}, {"head": "head"}):
+        strategy = fedsub.FedAvg(clients_per_node=4, **own, **how)
+        strategy.start(grid(**own), arrays(Unused()), 1)
+        assert strategy.connected.phase.dropped == []
+
+
+def test_the_clock_of_devices_is_in_the_metrics(tmp_path: Path) -> None:
+    (tmp_path / "dev.toml").write_text(
+        "[[class]]\nname = 'phone'\nshare = 1\nflops-per-second = 1e6\ndown-mbps = 1\nup-mbps = 1\nwatts = 2\n"
+    )
+    strategy = fedsub.FedAvg(clients_per_node=4, devices=str(tmp_path / "dev.toml"))
+    (metrics,) = strategy.start(grid(), arrays(), 1).train_metrics_clientapp.values()
+    assert metrics["joules"] == pytest.approx(4 * 2 * metrics["device-seconds"], rel=0.2)  # four devices of 2 watts
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Networks of a user's file, of a module and of packages: built, refused in one line, and their structure."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -632,6 +633,21 @@ def test_gates_mask_frozen_weights_too(outputs: bool) -> None:
         logits = gated(network, mask, x, outputs=outputs).logits
         found.append((logits, *torch.autograd.grad(logits.square().sum(), [mask])))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_statistics_behind_gates_are_those_of_the_whole_layer() -> None:
+    """Of a network of one's own as of the Sequential of the same layers: units that are off keep theirs."""
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)]
+    x, found = torch.randn(7, 1, 4, 4, generator=torch.Generator().manual_seed(1)), []
+    for make in (lambda own: own, lambda own: adopted(nn.Sequential(own), (1, 4, 4))):
+        network = Network(make(copy.deepcopy(nn.Sequential(*layers)).train()))
+        mask = torch.tensor([1.0, 0, 1, 0]).requires_grad_()
+        logits = gated(network, mask, x).logits
+        grads = torch.autograd.grad(logits.square().sum(), [mask, *network.parameters.values()])
+        found.append((logits, *grads, *network.tensors.values()))
+    assert network.normalisations
+    torch.testing.assert_close(found[1], found[0])
+    assert bool((network.tensors["0.1.running_mean"] != 0).all())
 
 
 @pytest.mark.parametrize("outputs", [False, True])

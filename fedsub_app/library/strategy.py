@@ -27,6 +27,7 @@ from fedsub_app.models import answer, as_defined, base_digest, check_float32, fr
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS, Method, check_hooks
 from fedsub_app.runs.recorded import RunFailed
+from fedsub_app.runs.rounds import OF_DEVICES
 from fedsub_app.settings import Settings
 from fedsub_app.training.problem import Model, built, trained_part
 from strategies.base import SubnetStrategy
@@ -211,8 +212,8 @@ class LibraryStrategy(Strategy):
                 raise UserError(f"initial_arrays: {name!r} is not {first!r}, to which {type(network).__name__} ties it")
         sent, made = ({name: tuple(tensor.shape) for name, tensor in of.items()} for of in (initial, own))
         if wrong := [name for name in [*own, *initial] if made.get(name) != sent.get(name)]:
-            said = f"{sent.get(wrong[0])}, in model = {type(network).__name__} {made.get(wrong[0])}"
-            raise UserError(f"initial_arrays: {wrong[0]!r} has shape {said}")
+            said = [f"shape {of[wrong[0]]}" if wrong[0] in of else "no such tensor" for of in (sent, made)]
+            raise UserError(f"initial_arrays: {wrong[0]!r}: {said[0]}; model = {type(network).__name__} has {said[1]}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(initial[name])
@@ -248,6 +249,8 @@ class LibraryStrategy(Strategy):
         if merged is not None and self.connected.measurement:
             merged = self.connected.measurement.run(server_round, merged, *self._round)
         report = self.connected.phase.report
+        if metrics:
+            metrics.update({key: report[key] for key in OF_DEVICES if key in report})
         for drop in report["dropped"]:
             log.warning("round %d: dropped client %d: %s", server_round, drop["client"], drop["reason"])
         if merged is None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedsub_app.common.errors import UserError
 from fedsub_app.common.inputs import Batch
 from fedsub_app.common.tensors import Tensors, brought
 from fedsub_app.models.groups import UnitGroup
@@ -25,14 +26,6 @@ class Output(NamedTuple):
     features: Tensor
 
 
-def beside(factor: Tensor, module: nn.Module, values: Tensor) -> Tensor:
-    """Return the units' factors in a shape that multiplies the inputs or outputs of a layer.
-
-    A Linear's units are the last axis, for tokens as well; other layers' units are the second axis.
-    """
-    return factor if isinstance(module, nn.Linear) else factor.view(-1, *[1] * (values.dim() - 2))
-
-
 class Gate:
     """A hook that multiplies the output of a layer by ``factor``, float ``[units]``, while it has one.
 
@@ -44,7 +37,9 @@ class Gate:
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if self.factor is None:
             return output
-        return output * beside(self.factor, module, output)
+        # A Linear's units are the last axis, for tokens as well; other layers' units are the second axis.
+        linear = isinstance(module, nn.Linear)
+        return output * (self.factor if linear else self.factor.view(-1, *[1] * (output.dim() - 2)))
 
 
 class Tap:
@@ -113,7 +108,8 @@ class Network:
             for count, before in counts:  # a whole other model has statistics of its own
                 count.copy_(before)
         if entered is None:
-            raise RuntimeError("the network's head was not run")
+            said = f"head = {head_layer(self.module)!r}: the layer was not run"
+            raise UserError(f"{said}; head= names another one, in_shape= finds the last that runs")
         return Output(logits, entered.flatten(1).to(logits.dtype))  # bfloat16 with base-dtype
 
     def _places(self) -> list[tuple[dict[str, Any], str, str]]:

@@ -146,7 +146,8 @@ def layer_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def with_head(model: nn.Module, head: str) -> nn.Module:
     """Return the model with the head that the key ``head`` names; UserError: it is no layer, or the whole model."""
     try:
-        if head and part_names(model, head) and head not in dict(model.named_modules()):
+        # Twice, because "head" alone is the part that is looked for.
+        if head and part_names(model, f"{head}, {head}") and head not in dict(model.named_modules()):
             raise ValueError(f"{head!r} is no layer")
     except ValueError as error:
         raise UserError(f"head = {head!r}: {error}") from None
@@ -196,8 +197,9 @@ def part_names(model: nn.Module, part: str) -> tuple[str, ...]:
     comma-separated: ``"conv1, layer4.1"`` is all tensors of these layers. ValueError where a name is of none, or the
     part is empty or the whole model.
     """
-    every, head = tuple(tensors_of(model)), head_names(model)
+    every = tuple(tensors_of(model))
     if part in ("head", "body"):
+        head = head_names(model)
         names = tuple(name for name in every if (name in head) == (part == "head"))
     else:
         prefixes = [prefix.strip() for prefix in part.split(",")]

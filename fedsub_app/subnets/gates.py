@@ -9,14 +9,11 @@ The common form for neuron masks multiplies a unit's output, h = relu(z), once. 
 the weights, but ``dL/dm_j = sum over the batch of (dL/dh_j) relu(z_j)`` also for units that are off.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsub_app.common.tensors import Tensors
-from fedsub_app.models import Network, Output, beside, split
+from fedsub_app.models import Network, Output, split
 from fedsub_app.subnets.slices import take
 
 
@@ -42,11 +39,8 @@ def gated(
         Not with ``narrow``.
     """
     groups = network.units
-    if not all(group.chain for group in groups):
+    if outputs or not all(group.chain for group in groups):
         return network(x, _multiplied(network, split(mask, groups), tensors, outputs))
-    if outputs:
-        with _entering(network, split(mask, groups)):
-            return network(x, tensors)
     gates = split(mask.square() if mask.requires_grad else mask, groups)  # 0 and 1 are their squares
     on = split(mask.detach().bool(), groups) if narrow else {}
     if narrow and all(units.any() for units in on.values()):  # torch has no layer without any unit
@@ -64,30 +58,18 @@ def gated(
 def _multiplied(network: Network, gates: Tensors, tensors: Tensors | None, outputs: bool) -> Tensors:
     """Return x ∘ m itself, for units that several layers produce; ``outputs``: as they enter the layers that read them.
 
-    Running statistics are those of the whole layer, as where the gate is behind a BatchNorm.
+    Where each of these layers has a BatchNorm behind it, its weights are multiplied in place of the layer's: its
+    statistics are those of the whole layer.
     """
     own = {name: tensor for name, tensor in network.tensors.items() if isinstance(tensor, nn.Parameter)}  # also frozen
     masked = dict(own if tensors is None else tensors)
     for group in network.units:
+        rows = {place.name.rpartition(".")[0] for place in group.places if place.axis == 0 and place.name in own}
+        behind = rows & network.normalisations.keys()
+        before = rows - behind if 2 * len(behind) == len(rows) else set()
         for name, axis, start, repeat, length in group.places:
-            if name in own and (axis == 1 or not outputs):
+            if name in own and (axis == 1 or not (outputs or name.rpartition(".")[0] in before)):
                 gate = gates[group.name].repeat_interleave(repeat)
                 gate = F.pad(gate, (start, length - start - len(gate)), value=1.0)
                 masked[name] = masked[name] * gate.view([-1 if k == axis else 1 for k in range(masked[name].dim())])
     return masked
-
-
-@contextmanager
-def _entering(network: Network, gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply the inputs of the layers behind the groups by the gates; behind a flatten a gate has several columns."""
-    with ExitStack() as stack:
-        for group in network.units:
-            for name, repeat in group.cols:
-                reader = network.module.get_submodule(name.rpartition(".")[0])
-                gate = gates[group.name].repeat_interleave(repeat)
-
-                def gate_input(layer: nn.Module, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
-                    return inputs[0] * beside(gate, layer, inputs[0])
-
-                stack.enter_context(reader.register_forward_pre_hook(gate_input))
-        yield
