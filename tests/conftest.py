@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from helpers import Brightness
@@ -112,6 +113,11 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr("fedsub_app.common.files.flush", lambda _: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _draws_are_not_those_of_other_tests() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -412,6 +412,23 @@ def test_personal_and_pruned_parts_go_by_the_width(method: str, two: str) -> Non
         assert alphas == [0.5, strategy.options.alpha]
 
 
+def test_a_narrow_client_may_prune_channels_down_to_its_width() -> None:
+    keys = {"subfedavg.pruning": "hybrid", "model": "lenet5-bn", "image_size": 32}
+    strategy = made("", method="subfedavg", local_epochs=2, validation_fraction=0.1, **keys)
+    sent, left = strategy.task(0).tensors, {}
+    for width in (1.0, 0.2):
+        client: Any = METHODS["subfedavg"].client(workplace(strategy.settings), 0, 1, {})
+        masks, client.width = dict(client.masks), width
+        scales = {name: torch.arange(len(sent[name])) / 10 for name in client.plan.scales.values()}
+        early = sent | {name: scale.flip(0) for name, scale in scales.items()}
+        while fewer := client.fewer_channels(masks, early, sent | scales):
+            masks |= fewer
+            if (share := min(float(masks[group].float().mean()) for group in client.plan.scales)) == left.get(width):
+                break
+            left[width] = share
+    assert left[0.2] < 0.5 <= left[1.0], "channel-floor = 0.5"
+
+
 @pytest.mark.parametrize("others", ["masks", "highest"])
 def test_clients_that_never_take_part_are_no_others_of_fedpews(others: str, two: str) -> None:
     strategy = made(two, method="fedpews", num_clients=6, held_out_clients=1, **{"fedpews.others": others})

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -209,6 +210,19 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: P
     write_atomic(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its folder afterwards: a power cut leaves the old content or the new one."""
+    path, waited = tmp_path / "file", []
+
+    def fsync(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        waited.append(("folder" if stat.S_ISDIR(about.st_mode) else about.st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomic(path, b"new")
+    assert waited == [(3, False), ("folder", True)]
 
 
 def test_the_clients_states_reach_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

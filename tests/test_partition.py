@@ -76,13 +76,46 @@ def test_covering_partitions_hold_every_sample_once(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "classes", "lists"])
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "classes", "lists", "quantity"])
 def test_another_seed_is_another_partition(partition: str) -> None:
     lists = "0 1 2 3 4 5 6 7 8 9, 0 1 2 3 4 5 6 7 8 9"
     one, other = (
         make(partition=partition, num_clients=2, classes_per_client=5, class_lists=lists, seed=seed) for seed in (0, 1)
     )
     assert one.train[0].tolist() != other.train[0].tolist()
+    assert partition != "quantity" or len(one.train[0]) != len(other.train[0])
+
+
+def of_pairs(**changes: Any) -> Partition:
+    """A partition of 200 samples, in turn of class and source 0 and 1."""
+    x, y = Samples(torch.zeros(200, 1)), torch.arange(200) % 2
+    data = Dataset("a", x, y, y, x, y, y, 2, ("one", "two"), (), (1,))
+    return make_partition(data, PartitionSettings(**BASE | {"num_clients": 4} | changes))
+
+
+@pytest.mark.parametrize("partition", ["classes", "lists", "column"])
+def test_each_class_and_each_group_has_a_draw_of_its_own(partition: str) -> None:
+    """Else a client's samples of one class were those of the other, moved."""
+    made = of_pairs(partition=partition, class_lists="0 1, 0 1, 0 1, 0 1")
+    first, second = ({i // 2 for own in made.train[:2] for i in own.tolist() if i % 2 == kind} for kind in (0, 1))
+    if partition == "column":  # two clients a group
+        first, second = ({i // 2 for i in made.train[client].tolist()} for client in (0, 2))
+    assert len(first) == len(second) == 50
+    assert first != second
+
+
+def test_the_classes_of_one_owner_more_differ_between_seeds() -> None:
+    more = set()
+    for seed in range(5):
+        labels = labels_of(make(partition="classes", num_clients=4, classes_per_client=3, seed=seed))
+        more.add(tuple(label for label in range(10) if sum(label in own for own in labels) == 2))
+    assert len(more) > 1
+
+
+def test_private_sets_of_one_size_have_validation_samples_of_their_own() -> None:
+    keys = PartitionSettings(num_clients=3, validation_fraction=0.25)
+    one, other = (whole_set(load_dataset(DIGITS), keys, client).validation[client].tolist() for client in (0, 1))
+    assert one != other
 
 
 def test_seeds_are_those_of_the_published_runs() -> None:

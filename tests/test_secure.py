@@ -3,8 +3,11 @@
 Bonawitz et al., CCS 2017, https://eprint.iacr.org/2017/281; Bell et al., CCS 2020, https://eprint.iacr.org/2020/704.
 """
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +40,10 @@ from fedsub_app.secure.secagg import (
     COMPLETE,
     CORRECTNESS,
     KEY,
+    NONCE,
     SEALED,
     SECURITY,
+    SHARE,
     Member,
     ProtocolError,
     Vector,
@@ -309,12 +314,37 @@ def test_a_trained_client_that_diverged_keeps_and_sends_nothing(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_fewer_shares_than_the_threshold_tell_nothing_of_the_seed() -> None:
-    """Two of the three shares that reveal a seed fit any seed: Shamir's; here the shares of two seeds look alike."""
+def test_fewer_shares_than_the_threshold_do_not_reveal_a_seed() -> None:
+    """Shamir's polynomial through two of the three points that reveal a seed is another one."""
     group = Group(vectors(5), 0.3)
+    shares = [group.members[other].shares[0][:SHARE] for other in group.graph[0]]
+    assert (group.least, len(shares)) == (3, 4)
     assert len(group.sealed[0][3]) == SEALED
     assert len(group.keys[0]) == 2 * KEY
-    assert group.members[0].own not in b"".join(group.members[0].shares.values())
+    assert {secagg.combine_shares(list(some)) for some in combinations(shares, 3)} == {group.members[0].own}
+    for some in combinations(shares, 2):
+        with suppress(ValueError):  # what two points give need not be a padded seed
+            assert secagg.combine_shares(list(some)) != group.members[0].own
+
+
+def test_no_two_messages_of_shares_have_one_nonce() -> None:
+    """Both directions of a pair have one key."""
+    sealed = [content for sent in Group(vectors(5)).sealed.values() for content in sent.values()]
+    assert len({content[:NONCE] for content in sealed}) == len(sealed) == 20
+
+
+def test_a_nodes_secrets_are_its_owners_alone(tmp_path: Path) -> None:
+    of, before = Secrets(tmp_path, 3, 0), os.umask(0)
+    try:
+        of.begin(change=torch.ones(2))
+        of.keep(Member(0))
+        of.open_once(SUM, [1], [])
+    finally:
+        os.umask(before)
+    made = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "secure").rglob("*")}
+    assert set(made.values()) == {"0o700", "0o600"}
+    assert len(made) == 4  # the round's folder, the change, the secrets, what was opened
+    assert oct((tmp_path / "secure").stat().st_mode & 0o777) == "0o700"
 
 
 # --- the vectors ----------------------------------------------------------------------------------------------------

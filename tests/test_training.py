@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 
+from client_apps.base import Client
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
@@ -26,6 +27,7 @@ from fedsub_app.runs.rounds import plateau_lr
 from fedsub_app.training.local import crop_and_flip, epoch
 from fedsub_app.training.objectives import Moon
 from fedsub_app.training.optimizer import Optimizer
+from fedsub_app.training.workplace import workplace
 
 
 @pytest.mark.parametrize("network", ["lenet5-bn", "fedpews-mlp"])
@@ -272,6 +274,33 @@ def test_augmentation_changes_training_alone(run_local: Callable[..., tuple[Json
     assert not torch.equal(models[0], models[2])
     with pytest.raises(UserError, match="augment = 'crop-flip': needs images; samples of synthetic-3k have no height"):
         run_local("flat", dataset="synthetic-3k", model="fedpews-mlp", augment="crop-flip")
+
+
+def test_each_training_of_a_client_has_crops_of_its_own() -> None:
+    keys: dict[str, Value] = {"model": "lenet5", "image-size": 16, "train-per-class": 10, "augment": "crop-flip"}
+    client, purposes = Client(workplace(resolve(keys | {"dataset": "digits"})), 0, 1, {}), []
+    usual = client.generator
+
+    def generator(purpose: str) -> torch.Generator:
+        purposes.append(purpose)
+        return usual(purpose)
+
+    client.generator = generator  # type: ignore[method-assign]
+    client.load(client.initial())
+    for purpose in ("batches", "second"):
+        client.fit(epochs=1, purpose=purpose)
+    crops = [purpose for purpose in purposes if purpose.startswith("augmentation")]
+    assert len(crops) == len({*crops}) == 2
+
+
+def test_each_client_has_dropout_of_its_own_in_each_round() -> None:
+    place, drawn = workplace(resolve({"dataset": "digits"})), []
+    for number, server_round, purpose in ((0, 1, "training"), (1, 1, "training"), (0, 2, "training"), (0, 1, "other")):
+        with Client(place, number, server_round, {}).dropout(purpose):
+            drawn.append(torch.rand(3))
+    assert len({tuple(each.tolist()) for each in drawn}) == 4
+    with Client(place, 0, 1, {}).dropout("training"):
+        assert torch.equal(torch.rand(3), drawn[0])
 
 
 def test_one_sample_that_batch_norm_cannot_evaluate_is_named(
