@@ -19,7 +19,7 @@ from fedsub_app.deployment.processes import listed
 from fedsub_app.runs.rounds import read_rounds
 
 PROJECT = Path(__file__).resolve().parents[1]
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 2.0  # a look takes 20 ms of a core
 STOP_SECONDS = 15.0
 
 

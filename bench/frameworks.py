@@ -5,7 +5,8 @@ once; fluke copies the shuffled data in every epoch and a model for every messag
 client.
 """
 
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,39 +193,51 @@ def flbench(case: Case) -> Done:
     return clock.done(model)
 
 
+@cache
+def held(network: str, clients: str, folder: str, device: str) -> tuple[Case, list[Data]]:
+    """Return the case and its clients' samples, which a process of Flower's simulation reads once."""
+    case = Case(network, int(clients), 0, Path(folder), device)
+    return case, case.data()
+
+
+def flower_train(message: Any, context: Any) -> Any:
+    """Train one client; here, because what Ray cannot import it sends with each message."""
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+    torch.set_num_threads(1)
+    case, data = held(*message.content["config"]["case"])
+    model = case.model().to(case.device)
+    x, y = (part.to(case.device) for part in data[int(context.node_config["partition-id"])])
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=LR), 0
+    for index in torch.randperm(len(y)).split(BATCH):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[index]), y[index]).backward()
+        optimizer.step()
+        steps += 1
+    metrics = MetricRecord({"num-examples": len(y), "steps": steps})
+    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+
+
 def flower(case: Case) -> Done:
     """Flower's own FedAvg and simulation, a node a client, with two workers."""
-    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Context
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    data, clock, client, server = case.data(), Clock(), ClientApp(), ServerApp()
+    clock, client, server = Clock(), ClientApp(), ServerApp()
+    client.train()(flower_train)
     last = case.model()
-
-    @client.train()
-    def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
-        model = case.model().to(case.device)
-        x, y = (part.to(case.device) for part in data[int(context.node_config["partition-id"])])
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
-        optimizer, steps = torch.optim.SGD(model.parameters(), lr=LR), 0
-        for index in torch.randperm(len(y)).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-            steps += 1
-        metrics = MetricRecord({"num-examples": len(y), "steps": steps})
-        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
-
     steps: list[float] = []
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=case.clients)
-        first = ArrayRecord(last.state_dict())
-        result = strategy.start(grid, first, num_rounds=case.rounds + 1, evaluate_fn=clock.tick)
+        about = ConfigRecord({"case": [case.network, str(case.clients), str(case.folder), case.device]})
+        how: Json = {"num_rounds": case.rounds + 1, "train_config": about, "evaluate_fn": clock.tick}
+        result = strategy.start(grid, ArrayRecord(last.state_dict()), **how)
         found = result.train_metrics_clientapp.values()  # clients that fail end no run
         steps.extend(float(each["steps"]) * case.clients for each in found)  # type: ignore[arg-type]
         last.load_state_dict(result.arrays.to_torch_state_dict())

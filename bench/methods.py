@@ -186,6 +186,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.methods", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="what has this in its name")
     options = parser.parse_args()
+    if not any(options.only in name for name in measures()):
+        parser.error(f"--only {options.only}: is in none of {', '.join(measures())}")
     found = {}
     print(f"{'what':<46}{'seconds':>9}{'FLOPs':>8}{'subnet':>8}{'down':>8}{'up':>8}")
     for name, (function, arguments) in measures().items():

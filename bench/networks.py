@@ -23,6 +23,7 @@ from torchvision import models
 from bench.flower_box import PROJECT
 from bench.measures import commit, run_local
 from fedsub_app.common.errors import UserError
+from fedsub_app.common.files import write_atomic
 from fedsub_app.common.section import Value
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
@@ -285,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found["methods"][method] = outcome(every[name], method)
             results[name] = found
             ordered = {name: results[name] for name in every if name in results}
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"commit": commit(), "networks": ordered}, indent=1) + "\n")
+            content = json.dumps({"commit": commit(), "networks": ordered}, indent=1)
+            write_atomic(options.out, f"{content}\n".encode())
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(table(results))
     return 0

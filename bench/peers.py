@@ -183,7 +183,8 @@ def main() -> int:
         print(json.dumps(measure(options.name, options.network, options.clients, options.rounds, options.device)))
     elif options.command == "install":
         for name, (url, revision) in CLONES.items():
-            subprocess.run(["git", "clone", "--quiet", url, str(options.folder / name)], check=True)
+            if not (options.folder / name).exists():
+                subprocess.run(["git", "clone", "--quiet", url, str(options.folder / name)], check=True)
             subprocess.run(["git", "-C", str(options.folder / name), "checkout", "--quiet", revision], check=True)
         for name, packages in INSTALL.items():
             command = [sys.executable, *PIP, str(options.folder / name), *packages.split()]
@@ -221,10 +222,11 @@ def _run(options: argparse.Namespace, network: str, clients: int, name: str) -> 
     command += ["--device", options.device]
     with TemporaryDirectory(prefix="fedsub-bench-") as folder:  # what a framework writes
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment["RAY_worker_niceness"] = "0"  # as of the bench's own runs on Flower's engine
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     print(f"{network}, {clients} clients, {name}: ", end="", flush=True)
     if done.returncode:
-        print(f"not run: {done.stderr.strip().splitlines()[-1]}")
+        print("not run:", *done.stderr.strip().splitlines()[-1:])
         return
     line = json.loads(done.stdout.strip().splitlines()[-1])
     print(", ".join(f"{seconds:.3f}" for seconds in line["seconds"]), flush=True)

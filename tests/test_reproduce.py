@@ -134,6 +134,12 @@ def test_a_methods_own_key_stands_as_in_an_experiment(table: str, key: str) -> N
             'label = "fedavg!"',
             "rows 'digits FedAvg' and 'digits fedavg!' would share the folder 'digits-fedavg'; name one otherwise",
         ),
+        ("seeds = 2", "seeds = 2000", "seeds = 2000: must be less than or equal to 1000"),
+        (
+            TABLE,
+            TABLE.replace('"digits"', '"!"').replace('"local"', '"?"', 1),
+            "row '! ?': must have a letter a to z or",
+        ),
         ("seeds = 2", "seeds = 2 2", "not valid TOML: Expected newline or end of document after a statement"),
     ],
 )

@@ -57,7 +57,7 @@ class Table(Entry):
 
     title: str
     about: str = ""
-    seeds: Count
+    seeds: Annotated[Count, Field(le=1000)]
     first_seed: CountOrZero = 0
     spread: Literal["deviation", "range"] = "deviation"
     cost_to_accuracy: bool = False
@@ -113,6 +113,9 @@ def read_table(name: str) -> Table:
     table = table.model_copy(update={"settings": [setting.beside(path) for setting in table.settings]})
     rows: dict[str, Row] = {}
     for row in table.rows:
+        if not row.slug:
+            named = f"{row.setting} {row.label}"
+            raise UserError(f"{conf_name(path)}: row {named!r}: must have a letter a to z or a digit")
         if (other := rows.setdefault(row.slug, row)) is not row:
             both = " and ".join(repr(f"{each.setting} {each.label}") for each in (other, row))
             raise UserError(f"{conf_name(path)}: rows {both} would share the folder {row.slug!r}; name one otherwise")
