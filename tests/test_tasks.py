@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,6 +271,12 @@ def test_a_regression_end_to_end(tmp_path: Path) -> None:
     groups = [Group(folder.name, (read_run(folder),)) for folder in folders]
     assert "global rmse  personal rmse" in summary_text(groups)
     assert "Cost to rmse. Best: the lowest mean rmse" in cost_text(groups)
+    other = fedsub_app.run({"num-rounds": 2, "num-clients": 2, "method": "fedavg", "run-dir": str(tmp_path / "digits")})
+    text = cost_text([*groups, Group("digits", (read_run(other.folder),))])
+    assert text.startswith("Cost to rmse and accuracy. Best: the lowest mean rmse")
+    assert "Best: the highest mean accuracy" in text
+    assert re.search(r"\| run +\| threshold +\| score +\| best +\| rounds", text)
+    assert re.search(r"\| digits +\| [\d.]+ +\| global accuracy +\|", text)
     assert (folders[0] / "curve.png").exists()
 
 

@@ -107,20 +107,31 @@ def costs_of_groups(groups: Sequence[Group], key: str, timed: bool) -> list[list
 
 def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[tuple[str, list[str]]]] | None:
     """Return what 90 % of the best run's score has cost: the header, and rows; ``None`` for less than two of them."""
-    timed, rows = OPTIONAL in costs_of(groups), []
-    for key in kinds_of(groups):
+    timed, rows, scores = OPTIONAL in costs_of(groups), [], _scores(groups)
+    for key, score in kinds_of(groups).items():
+        kind = f"{kind_of(key)} {score.name}" if len(scores) > 1 else kind_of(key)
         for group, texts in zip(named(groups), costs_of_groups(groups, key, timed), strict=True):
-            rows += [(group.label, [texts[0], kind_of(key), *texts[1:]])] if texts[0] else []
-    score = groups[0].records[0].score
+            rows += [(group.label, [texts[0], kind, *texts[1:]])] if texts[0] else []
+    score = scores[0] if len(scores) == 1 else Score("score", unit="")
     return ([score.titled("threshold"), score.name, *columns(score, timed)], rows) if len(rows) > 1 else None
+
+
+def _scores(groups: Sequence[Group]) -> list[Score]:
+    return list(dict.fromkeys(kinds_of(groups).values()))
+
+
+def about_costs(groups: Sequence[Group]) -> tuple[str, str]:
+    """Return the names of the scores in :func:`cost_table`, and what its columns mean."""
+    scores = _scores(groups)
+    return " and ".join(score.name for score in scores), " ".join(map(about, scores))
 
 
 def cost_text(groups: Sequence[Group]) -> str:
     """Return :func:`cost_table` as Markdown, "" where there is none."""
     if not (costs := cost_table(groups)):
         return ""
-    score, rows = groups[0].records[0].score, [[label, *texts] for label, texts in costs[1]]
-    return f"Cost to {score.name}. {about(score)}\n\n{markdown(('run', *costs[0]), rows)}"
+    rows = [[label, *texts] for label, texts in costs[1]]
+    return f"Cost to {'. '.join(about_costs(groups))}\n\n{markdown(('run', *costs[0]), rows)}"
 
 
 def summary_text(groups: Sequence[Group]) -> str:

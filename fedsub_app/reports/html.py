@@ -12,8 +12,7 @@ from fedsub_app.common.files import to_json, write_atomic
 from fedsub_app.common.score import KINDS, kind_of
 from fedsub_app.common.section import Json
 from fedsub_app.reports import pictures
-from fedsub_app.reports.compare import cost_table, served_table, summary_table
-from fedsub_app.reports.cost_to_accuracy import about as about_costs
+from fedsub_app.reports.compare import about_costs, cost_table, served_table, summary_table
 from fedsub_app.reports.curves import Curve, Group, curves, kinds_of, losses_of, named
 from fedsub_app.reports.export import csv_of, rows_of_rounds
 from fedsub_app.reports.records import NOT_COMPARED, compared, differing_keys, named_runs
@@ -68,7 +67,7 @@ def write_html(groups: Sequence[Group], target: Path, title: str, command: str, 
 
 def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
     records = [record for group in groups for record in group.records]
-    rows, score, runs = curves(groups), groups[0].records[0].score, named(groups)
+    rows, runs, (scores, about) = curves(groups), named(groups), about_costs(groups)
     return {
         "meaning": {kind_of(key): MEANING[kind_of(key)] for key in kinds_of(groups)},
         "styles": [(pictures.colour(k), pictures.dashes(k)) for k in range(max(len(groups), len(KINDS)))],
@@ -78,9 +77,9 @@ def _content(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "curves": [_row(title, lines, pictures.axes_of(groups)) for title, lines in rows.items()],
         "losses": [_row(title, lines, ["round"]) for title, lines in curves(groups, losses_of).items()],
         "seeds": max(len(group.records) for group in groups) > 1,
-        "score": score.name,
         "costs": cost_table(groups),
-        "about_costs": about_costs(score),
+        "score": scores,
+        "about_costs": about,
         "clients": _clients(groups),
         "subnetworks": _subnetworks(runs),
         "partitions": _partitions(runs),
