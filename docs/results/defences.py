@@ -12,9 +12,11 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from fedsub_app.common.conf_files import tables
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import markdown
 from fedsub_app.studies.evidence import Sample, difference, row_of, sample, sample_of
+from fedsub_app.studies.tables import read_table
 
 
 def _names(content: Json, key: str) -> list[str]:
@@ -34,9 +36,9 @@ def _text(found: Sample) -> str:
 
 
 def seeds_of(content: Json) -> int:
-    """Return the number of seeds, from the first one on, that repeats every run of a file."""
-    seeds = [run["seed"] for row in content["rows"] for run in row["runs"]]
-    return max(seeds) - min(seeds) + 1
+    """Return the number of seeds, from the table's first one on, that repeats every run of a file."""
+    first = read_table(content["table"]).first_seed if content["table"] in tables() else 0
+    return 1 + max(run["seed"] for row in content["rows"] for run in row["runs"]) - first
 
 
 def repeated(content: Json) -> str:
