@@ -198,9 +198,8 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
         if settings.device == "auto" and before != now:
             here = f"here it would be {now}, with other rounding; device = {now} goes on with it"
             raise UserError(f"device = 'auto': the run in {folder} was computed on {before}, {here}")
-        if key := changed_file(settings, recorded):
-            was = f"{key} = {settings.flat()[key]!r}"
-            raise UserError(f"{was}: the file has changed since the run in {folder} began")
+        if said := changed_file(settings, recorded, folder):
+            raise UserError(said)
         check_base(settings.model, base, recorded.get(BASE, ""), "the run's")
         if recorded.get(DATA, data) != data:
             raise UserError(f"dataset = {settings.dataset!r}: the samples have changed since the run in {folder} began")
@@ -236,18 +235,20 @@ def open_run(settings: Settings, device: torch.device = CPU, base: str = "", dat
     return run
 
 
-def changed_file(settings: Settings, recorded: Json) -> str:
-    """Return the first key whose file of the user has changed since a run was recorded; "" if there is none."""
+def changed_file(settings: Settings, recorded: Json, folder: Path) -> str:
+    """Say which file of the user has changed since the run in ``folder`` was recorded; "" if there is none."""
     then = recorded.get(OWN_CODE, {})
-    return next((key for key, now in _own_digests(settings).items() if now and then.get(key, now) != now), "")
+    for key, now in _own_digests(settings).items():
+        if now and then.get(key, now) != now:
+            return f"{key} = {settings.flat()[key]!r}: the file has changed since the run in {folder} began"
+    return ""
 
 
 def settings_in(folder: Path) -> Settings:
     """Return the settings of the run in a directory; a note on stderr names a file that has changed since."""
     settings = settings_of({"run-dir": str(folder), "resume": True})
-    if key := changed_file(settings, read_recorded(folder)):
-        said = f"note: {key} = {settings.flat()[key]!r}: the file has changed since the run in {folder} began"
-        print(said, file=sys.stderr)
+    if said := changed_file(settings, read_recorded(folder), folder):
+        print(f"note: {said}", file=sys.stderr)
     return settings
 
 

@@ -38,13 +38,13 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
 
     The keys of ``EXTENDED`` may allow more.
     """
-    check(overrides)
     if overrides.get("resume") is not True or not overrides.get("run-dir"):
         settings = resolve(overrides)
         if settings.resume:  # the run may have other keys than the experiment that says so
             how = resume_command(Path(str(settings.run_dir)))
             raise UserError(f"resume = true: not with resume or run-dir in an experiment; `{how}` continues the run")
         return settings
+    check(overrides)
     folder = Path(os.path.expanduser(str(overrides["run-dir"])))
     content = read_recorded(folder)
     recorded = content["settings"]

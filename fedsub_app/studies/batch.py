@@ -79,7 +79,7 @@ class Job:
             if settings_of({"run-dir": str(self.folder), "resume": True}).digest() == self.settings.digest():
                 recorded = read_recorded(self.folder)
                 same_data = own_digest(self.settings.data) in ("", recorded.get(DATA, ""))
-                return same_data and not changed_file(self.settings, recorded)
+                return same_data and not changed_file(self.settings, recorded, self.folder)
         return False
 
 
