@@ -7,6 +7,7 @@
   epochs, in turn.
 - ``width_over_full``: a round of clients of width 1/4 over one of whole clients, with a client's peak of memory.
 - ``subfedavg``: an epoch with a share of the channels gone from every layer over one of the whole network, in turn.
+- ``together``: a round of ten clients with ``stack-clients`` over one without, in turn.
 
 Local engine, medians. Writes ``bench/out/methods.json``.
 """
@@ -148,6 +149,16 @@ def _peak_of_width(settings: Mapping[str, Value], width: float) -> float:
     return peak_above_now_mb(train)
 
 
+def together_over_apart(settings: Mapping[str, Value]) -> Json:
+    """Return a round of ten clients that train together over one where they train one after the other."""
+    torch.set_num_threads(1)
+    lines: dict[bool, list[Json]] = {True: [], False: []}
+    for _ in range(2):
+        for stacked, found in lines.items():
+            found += run({"num-clients": 10, "num-rounds": ROUNDS + 1, **settings, "stack-clients": stacked}, 5000)
+    return over(lines[True], lines[False])
+
+
 def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
     """Return what is measured: name -> function and arguments."""
     networks: dict[str, dict[str, Value]] = {
@@ -170,6 +181,17 @@ def measures() -> dict[str, tuple[Callable[..., Json], tuple[object, ...]]]:
         f"subfedavg: {settings['model']}, batch {batch}": (subfedavg_epoch, ({**settings, "batch-size": batch},))
         for settings in ({"model": "lenet5-bn"}, digits)
         for batch in (10, 100)
+    }
+    mlp: dict[str, Value] = {"model": "fedpews-mlp", "dataset": "synthetic-3k", "batch-size": 8}
+    stacked: list[dict[str, Value]] = [
+        {"method": "fedavg", **mlp},
+        {"method": "subfedavg", **mlp, "local-epochs": 2, "validation-fraction": 0.1},
+        {"method": "fedavg", "model": "lenet5", "batch-size": 10},
+        {"method": "fedavg", "model": "lenet5", "batch-size": 32},
+    ]
+    found |= {
+        f"together: {keys['method']}, {keys['model']}, batch {keys['batch-size']}": (together_over_apart, (keys,))
+        for keys in stacked
     }
     models: list[dict[str, Value]] = [{"model": "fedpews-mlp", "dataset": "digits"}, {"model": "lenet5"}]
     models.append({"model": "resnet18-gn"})

@@ -42,7 +42,7 @@ class SubFedAvgClient(Client):
             self.previous = plan.cut(self.own, masks)
         keep = take({name: masks[name] for name in plan.weights}, plan.groups, masks)
         early: list[Tensors] = []
-        Training(self, keep=keep).run(self.watched(early), ahead=False)
+        Training(self, keep=keep).run_each(self.watched(early))
         own = self.network.copy()
         last, attacked = plan.widen(own, masks), self.attacked(own)
         sent = last if attacked is own else plan.widen(attacked, masks)
@@ -67,12 +67,12 @@ class SubFedAvgClient(Client):
             sent = sent | gather(sent, cut)
         return (self.own or self.initial()) | sent | scatter(sent, cut)
 
-    def watched(self, early: list[Tensors]) -> Iterator[Tensor]:
-        """Yield all epochs' mini-batches; the model after the first epoch goes to ``early`` if others follow."""
+    def watched(self, early: list[Tensors]) -> Iterator[list[Tensor]]:
+        """Yield each epoch's mini-batches; the model after the first epoch goes to ``early`` if others follow."""
         for number, batches in enumerate(self.epochs()):
             if number == 1:
                 early.append(self.network.copy())
-            yield from batches
+            yield batches
 
     def prune(self, masks: Tensors, first: Tensors, last: Tensors) -> Tensors:
         """Prune weights, then channels, each only if the result passes the gates; return the masks."""

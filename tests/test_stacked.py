@@ -67,6 +67,7 @@ BATCH_NORM: dict[str, Value] = {"dataset": "digits", "model": "mnist-cnn-bn", "i
             for method in ("fedavg", "fedprox", "moon", "fedrep", "ist", "ditto", "fednova", "feddst", "heterofl")
         ),
         UNEVEN | {"method": "scaffold"},
+        UNEVEN | {"method": "subfedavg", "validation_fraction": 0.1, "subfedavg.score": 0.0},
         UNEVEN | {"method": "fedpart", "optimizer": "adam", "fedpart.full-rounds": 1},
     ],
 )

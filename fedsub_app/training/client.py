@@ -275,8 +275,12 @@ class Training:
         self.compiled = plain and client.settings.compile_steps
         self.steps = self.samples = 0
 
-    def run(self, batches: Iterable[Tensor], ahead: bool = True) -> None:
-        """Train on mini-batches (index tensors), continuing the optimizer; ``ahead``: all may be drawn at once."""
+    def run(self, batches: Iterable[Tensor]) -> None:
+        """Train on mini-batches (index tensors), continuing the optimizer; all may be drawn before the first step."""
+        self.run_each([batches])
+
+    def run_each(self, parts: Iterable[Iterable[Tensor]]) -> None:
+        """Train as :meth:`run` does, part after part; a part is drawn when the steps of those before it are made."""
         client = self.client
         self.network.training_mode(self.names, self.batch_statistics)
         augmented = client.settings.augment != "none"
@@ -285,17 +289,19 @@ class Training:
         total, seen = torch.zeros((), device=device), 0
         stack = side_by_side.get()
         own = self.step is not Training.descend or not self.of_task or type(self.optimizer) is not Optimizer
-        if stack and ahead and not own and not self.correct and draws is None and (waiting := list(batches)):
-            loss, made = stack(self, waiting)
-            total, seen, batches = total + loss, sum(map(len, waiting[:made])), waiting[made:]
-        for index in batches:
-            batch = index.to(device)
-            x = client.x[batch]
-            if draws is not None:
-                assert isinstance(x, Tensor)
-                x = crop_and_flip(x, client.place.black, draws)
-            total += self.step(self, x, client.y[batch]) * len(batch)
-            seen += len(batch)
+        alone = not stack or own or self.correct or augmented
+        for part in parts:
+            if stack and not alone and (waiting := list(part)):
+                loss, made = stack(self, waiting)
+                total, seen, part = total + loss, seen + sum(map(len, waiting[:made])), waiting[made:]
+            for index in part:
+                batch = index.to(device)
+                x = client.x[batch]
+                if draws is not None:
+                    assert isinstance(x, Tensor)
+                    x = crop_and_flip(x, client.place.black, draws)
+                total += self.step(self, x, client.y[batch]) * len(batch)
+                seen += len(batch)
         if not seen:
             return
         client.metrics["train-loss"] = float(total) / seen
