@@ -235,6 +235,36 @@ def test_nodes_that_share_a_queue_get_smaller_messages_towards_its_end() -> None
     assert sizes(ask(fed, range(16))) == [4, 4, 2, 2, 1, 1, 1, 1], "the same for nodes that are free at the same time"
 
 
+@pytest.mark.parametrize(
+    ("client_s", "expected"),
+    [(0.0, [32, 32, 16, 16, 32]), (1.0, [32, 32, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1])],
+    ids=["idle clients", "clients that train for a second"],
+)
+def test_a_message_through_flower_is_worth_the_time_that_flower_takes_for_it(
+    client_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of single clients at the end of the queue took a tenth of a second each, whatever they computed."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    class Flower(LocalGrid):
+        """Two nodes get a message and answer it in turns of a tenth of a second and the time that it computes."""
+
+        wait = None  # type: ignore[assignment]
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(list(message_ids)[:2]))
+            now[0] += 0.1 + client_s * max(len(unpack(reply.content)[1]) for reply in replies)
+            return replies
+
+    fed = federation(num_clients=128, message_clients=32)
+    fed.roll.nodes = nodes(2)
+    phase = ask(fed, range(128))
+    assert len(list(fed.answers(phase, fed.exchange(Flower(answering, {}, 2), phase), nothing))) == 128  # type: ignore[arg-type]
+    assert [len(clients) for _, clients in phase.outbox.sent] == expected
+
+
 def test_messages_live_as_long_as_the_round() -> None:
     """Flower throws a message away after its ttl, and with it what is answered later."""
     LocalGrid(app, {})  # says who sends messages

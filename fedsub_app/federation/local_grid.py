@@ -3,6 +3,7 @@
 Messages are packed and unpacked as on the wire. One node hosts all clients, so a round is two messages.
 """
 
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from uuid import uuid4
@@ -74,6 +75,10 @@ class LocalGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def wait(self, seconds: float) -> None:
+        """Wait for replies, at most so long."""
+        time.sleep(seconds)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))

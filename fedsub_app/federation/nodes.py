@@ -31,6 +31,7 @@ from fedsub_app.federation.wire import NONCE, Part, asks_for_settings, unpack_re
 
 log = logging.getLogger("fedsub")
 IN_FLIGHT = 2  # messages that a node has at a time
+TURN_S = 0.1  # Flower's simulation takes one message for each node so often: no message is worth less
 SILENT_S = 30.0  # after which the log names the nodes that a phase waits for
 # A real node is waited for this many times the median time that a message takes the nodes, and at least FAIR_S.
 FAIR, FAIR_S = 10, 120.0
@@ -191,8 +192,8 @@ class Federation:
         """
         flying: Flying = {}  # without the messages' content, which may be a model each
         took: dict[int, list[float]] = {}  # node -> seconds of each message that it has answered
-        start, again, named = time.monotonic(), set[str](), set[int]()
-        wait = getattr(grid, "wait", time.sleep)  # that of a grid that is notified of replies
+        start, again, named, done = time.monotonic(), set[str](), set[int](), 0.0
+        wait = getattr(grid, "wait", None)  # of a grid of ours, in which a node has its message at once
         try:
             while self._hand_out(grid, phase, flying):
                 ready = []
@@ -204,6 +205,7 @@ class Federation:
                     asks = not failed and asks_for_settings(reply.content)
                     if not (failed or asks):  # neither tells how long the work takes
                         took.setdefault(sent.dst_node_id, []).append(now - since)
+                        done += sum(map(phase.outbox.work, phase.clients_of_message(sent.message_id)))
                     for number, (other, _) in flying.items():
                         if other.dst_node_id == sent.dst_node_id:
                             flying[number] = (other, now)  # the node begins with it now
@@ -216,6 +218,7 @@ class Federation:
                         ready.append(reply)
                 elapsed = time.monotonic() - start
                 if ready:
+                    phase.outbox.turn = 0.0 if wait else TURN_S * done / elapsed
                     self._hand_out(grid, phase, flying)  # before the replies are read, so that no node idles
                     yield from ready
                 elif elapsed > self.settings.round_timeout:
@@ -224,7 +227,7 @@ class Federation:
                     if not self.simulated:  # else no result may depend on a machine's speed
                         self._give_up_silent(phase, flying, took, named)
                     # Not Flower's 0.1 s (simulation) or 3 s (deployment), which would dominate short rounds.
-                    wait(pause(elapsed))
+                    (wait or time.sleep)(pause(elapsed))
         finally:
             self.late |= flying.keys()
 

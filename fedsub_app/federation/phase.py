@@ -47,6 +47,7 @@ class Outbox:
     sent: list[tuple[Metadata, list[int]]] = field(default_factory=list)  # each message, and the clients in it
     bytes_down: int = 0  # so far, on the wire
     formula_of: dict[int, int] = field(default_factory=dict)  # client -> bytes of its task by the papers' formula
+    turn: float = 0.0  # work below which messages, one to each node, do not get smaller
 
     def __post_init__(self) -> None:
         self.shared = len({id(queue) for queue in self.queues.values()}) < len(self.queues)
@@ -58,7 +59,7 @@ class Outbox:
 
         Where nodes share a queue the messages get smaller towards its end, so that none of them waits long for another.
         """
-        return self._left / (2 * len(self.queues)) if self.shared and self.queues else math.inf
+        return max(self.turn, self._left / 2) / len(self.queues) if self.shared and self.queues else math.inf
 
     def next_message(self, node_id: int, limit: float) -> Message | None:
         """Return the next message to a node, with work of about ``limit``; ``None`` where no client is left for it."""
