@@ -204,6 +204,7 @@ def test_what_an_ended_process_has_started_is_ended_but_does_not_stand_for_it(tm
     while len(processes.running(process)["it"]) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process["it"].pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process["it"].pid, os.WEXITED | os.WNOWAIT)  # ps shows it for a moment more
     assert not processes.running(process)
     assert processes.stop(process) == ["it"]
     assert not processes.running(process, orphans=True)

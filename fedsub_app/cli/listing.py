@@ -113,7 +113,7 @@ def about_method(name: str) -> str:
     from fedsub_app.runs.methods import METHODS
 
     method = METHODS[name]
-    rows = [[key, *cells] for key, cells in describe().items() if key.startswith(f"{section_of(name)}.")]
+    rows = [[key, *cells] for key, cells in describe(f"{section_of(name)}.").items()]
     keys = markdown(SETTING, rows) if rows else "It has no settings of its own."
     preset = ", ".join(f"`{key} = {value}`" for key, value in method.preset.items())
     place = vars(method)["strategy"]  # its module is not imported for its docstring: that would load torch

@@ -1,12 +1,14 @@
 """The files of conf/, experiments and tables, by their names; nothing here loads torch."""
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fedsub_app.common.errors import UserError
 
 
+@cache
 def conf_folder() -> Path:
     """Return the folder of experiments and tables: beside the packages, or in a wheel inside fedsub_app."""
     here = Path(__file__).resolve().parents[1]

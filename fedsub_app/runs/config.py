@@ -79,9 +79,10 @@ def check(values: Mapping[str, Value], source: str = "") -> None:
             raise UserError(f"{printable(key, 80)} = {shown(value)}{source}: unknown key; {hint}")
 
 
-def describe() -> dict[str, tuple[str, str, str]]:
-    """Return every key with its default, its allowed values and its meaning, as text."""
-    return {k: (json.dumps(defaults()[k]), _allowed(f).strip(), " ".join(_about(k))) for k, f in fields().items()}
+def describe(prefix: str = "") -> dict[str, tuple[str, str, str]]:
+    """Return every key that begins with ``prefix``, with its default, its allowed values and its meaning, as text."""
+    keys = {key: field for key, field in fields().items() if key.startswith(prefix)}
+    return {k: (json.dumps(defaults()[k]), _allowed(f).strip(), " ".join(_about(k))) for k, f in keys.items()}
 
 
 def _about(key: str) -> list[str]:
