@@ -304,7 +304,7 @@ def cost_of(names: Sequence[str]) -> str:
         machines = [run.get("machine", {}) for run in runs]
         facts = (
             [run["commit"] for run in runs],
-            [machine.get("model") or machine.get("processor") for machine in machines],
+            [" ".join(filter(None, (m.get("model") or m.get("processor"), m.get("capability")))) for m in machines],
             [run.get("versions", {}).get("torch") for run in runs],
         )
         cells = [f"[{name}](data/{name}.json)", str(len(runs)), f"{hours:.1f}" if hours else "not kept"]
