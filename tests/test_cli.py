@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +177,9 @@ def test_the_pages_commands_can_be_read(page: str, monkeypatch: pytest.MonkeyPat
         if words[0] == "run" and not (options["resume"] or "my" in line):
             resolve(overrides_of(options["words"], options["pairs"]))
         elif words[0] == "reproduce" and "my-" not in line:
-            can_be_resolved(options["name"], *(options["words"] or ()), *(options["pairs"] or ()))
-
-
-@cache
-def can_be_resolved(table: str, *pairs: str) -> None:
-    """Resolve a table's rows with settings; pages repeat a command with other rows in ``--only``."""
-    for row in read_table(table).rows:
-        resolve(applicable_keys({**row.overrides, **parse_pairs(pairs)}))
+            given = parse_pairs([*(options["words"] or ()), *(options["pairs"] or ())])
+            for row in read_table(options["name"]).rows:
+                resolve(applicable_keys({**row.overrides, **given}))
 
 
 def test_an_experiment_in_a_file_of_ones_own(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
