@@ -287,11 +287,10 @@ class Training:
         draws = client.generator(f"augmentation {next(client._runs)}") if augmented else None
         before, device = self.samples, client.y.device
         total, seen = torch.zeros((), device=device), 0
-        stack = side_by_side.get()
         own = self.step is not Training.descend or not self.of_task or type(self.optimizer) is not Optimizer
-        alone = not stack or own or self.correct or augmented
+        stack = None if own or self.correct or augmented else side_by_side.get()
         for part in parts:
-            if stack and not alone and (waiting := list(part)):
+            if stack and (waiting := list(part)):
                 loss, made = stack(self, waiting)
                 total, seen, part = total + loss, seen + sum(map(len, waiting[:made])), waiting[made:]
             for index in part:
