@@ -16,7 +16,10 @@ class FedPMClient(Client):
     """Trains the scores of the masks, and the tensors without a mask."""
 
     def train(self, sent: Tensors, config: Json) -> Tensors:
-        """Return a mask drawn from the trained scores, and the other tensors (Algorithm 1, lines 8 to 14)."""
+        """Return a mask drawn from the trained scores, and the other tensors (Algorithm 1, lines 8 to 14).
+
+        With ``attack = "sign-flip"`` it is the mask's complement, whatever ``attack-scale``.
+        """
         network, device, draws = self.network, self.place.device, self.generator("masks")
         initial = self.initial()
         self.load(initial | chosen(sent, initial))
@@ -45,4 +48,5 @@ class FedPMClient(Client):
 
         self.fit(step=step)
         trained = {name: tensor for name, tensor in self.trained().items() if name not in scores}
-        return trained | prefixed(MASK, {name: mask.bool() for name, mask in draw().items()})
+        flips = self.attack == "sign-flip"
+        return trained | prefixed(MASK, {name: mask.bool() ^ flips for name, mask in draw().items()})

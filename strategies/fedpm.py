@@ -53,6 +53,10 @@ class FedPM(SubnetStrategy):
         settings = self.settings
         if settings.by_examples:
             raise UserError("weighting = 'examples': must be 'uniform' with method = 'fedpm'")
+        if settings.server_lr != 1:
+            raise UserError(f"server-lr = {settings.server_lr:g}: must be 1 with fedpm, whose server counts masks")
+        if settings.attack == "scale":
+            raise UserError("attack = 'scale': must be sign-flip or label-flip with fedpm, whose clients send bits")
         if settings.trainable:
             why = "fedpm masks random weights that stay; allowed is '', the whole network"
             raise UserError(f"trainable = {settings.trainable!r}: {why}")

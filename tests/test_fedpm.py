@@ -129,6 +129,28 @@ def test_the_constants_of_gpt2s_layers_are_of_their_inputs() -> None:
     assert [float(signed[f"{k}.weight"].abs().max()) for k in (0, 1)] == pytest.approx([(2 / 8) ** 0.5, (2 / 3) ** 0.5])
 
 
+def test_a_sign_flipper_sends_the_complement_of_its_mask() -> None:
+    sent = []
+    for more in ({}, {"attack": "sign-flip", "attackers": 1}):
+        strategy, client = made("fedpm", **more)
+        sent.append(client(0, 1, {}).run_training(dict(strategy.task(0).tensors), {}).tensors)
+    for name in MASKED:
+        assert torch.equal(sent[1][f"mask/{name}"], ~sent[0][f"mask/{name}"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"server_lr": 0.5}, "server-lr = 0.5: must be 1 with fedpm, whose server counts masks"),
+        ({"attack": "scale"}, "attack = 'scale': must be sign-flip or label-flip with fedpm, whose clients send bits"),
+    ],
+)
+def test_a_key_that_would_not_reach_the_masks_is_refused(keys: Json, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        made("fedpm", **keys)
+    assert str(raised.value) == said
+
+
 def test_a_bit_a_weight_travels_up(run_local: Run) -> None:
     _, folder = run_local(**FAST | {"num_rounds": 2, "model": "lenet5-bn", "image_size": 32, "train_per_class": 20})
     tensors = tensors_of(network := build_model("lenet5-bn", (1, 32, 32), 10, 0))
