@@ -689,6 +689,16 @@ def test_a_score_out_of_the_tasks_range_is_refused(caplog: pytest.LogCaptureFixt
     assert "client 3 was not evaluated: metric 'personal-worst' = 1.5: must be a number from 0 to 1" in caplog.text
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_methods_warning_is_said_once(ours: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = fedsub.FedRep(clients_per_node=4, local_epochs=5, model=Net)
+    if ours:
+        fedsub.start(strategy, grid(), initial_arrays=arrays(), num_rounds=2, run_dir=tmp_path / "app")
+    else:
+        strategy.start(grid(), arrays(), 2)
+    assert caplog.text.count("local-epochs = 5: does nothing with fedrep") == 1
+
+
 @pytest.mark.parametrize("test", [(X[:0], Y[:0]), TensorDataset(X[:0], Y[:0])])
 def test_a_client_without_test_samples_trains(test: Any, tmp_path: Path) -> None:
     """A run's one test set must have samples."""

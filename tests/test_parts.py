@@ -172,6 +172,14 @@ def test_personal_models_are_those_of_the_algorithm(
 
 
 @pytest.mark.parametrize(
+    ("keys", "idle"), [({}, ""), ({"local_epochs": 5}, "epochs = 5"), ({"local_steps": 3}, "steps = 3")]
+)
+def test_fedrep_says_that_it_has_epochs_of_its_own(keys: Json, idle: str) -> None:
+    said = f"local-{idle}: does nothing with fedrep, which trains personal-epochs = 2, shared-epochs = 1"
+    assert made("fedrep", **keys)[0].warning == (idle and said)
+
+
+@pytest.mark.parametrize(
     ("method", "shared"), [("fedper", BODY), ("fedrep", BODY), ("fedbabu", BODY), ("lg-fedavg", HEAD)]
 )
 def test_only_the_shared_part_travels_and_changes(method: str, shared: tuple[str, ...], run_local: Run) -> None:

@@ -187,6 +187,8 @@ class LibraryStrategy(Strategy):
     def connect(self, settings: Settings, initial_arrays: ArrayRecord, header: Json) -> SubnetStrategy:
         """Make the method's strategy for the nodes that answered; ``header`` goes into all messages."""
         strategy, initial = self.build(settings, initial_arrays)
+        if strategy.warning:
+            log.warning("%s", strategy.warning)
         header = header | ({"in-shape": list(self.in_shape)} if self.in_shape else {})
         header |= {"base": base_digest(strategy.model)} if settings.trainable else {}
         header |= {"as-defined": True} if strategy.model in as_defined else {}

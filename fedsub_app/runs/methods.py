@@ -125,9 +125,7 @@ METHODS = {
     "fedper": Method(
         "Arivazhagan et al. 2019", keys.PartSettings, "parts:SharedPart", "parts:PartClient", title="FedPer"
     ),
-    "fedrep": Method(
-        "Collins et al. 2021", keys.FedRepSettings, "parts:SharedPart", "parts:FedRepClient", title="FedRep"
-    ),
+    "fedrep": Method("Collins et al. 2021", keys.FedRepSettings, "parts:FedRep", "parts:FedRepClient"),
     "fedbabu": Method(
         "Oh, Kim, Yun 2022", keys.FedBABUSettings, "parts:SharedPart", "parts:FedBABUClient", title="FedBABU"
     ),
