@@ -36,9 +36,10 @@ def agreement(strategy: Hooks, updates: Sequence[Valid], weights: Tensor, past: 
     of the model that count beside the others'.
     """
     product, own, others = torch.zeros(3, len(updates), dtype=torch.float64)
+    compared = [strategy.compared(valid.update, valid.contribution) for valid in updates]
     for name, old in strategy.current.items():
-        held = [valid.contribution.whole(name, old) for valid in updates if name in valid.contribution.tensors]
-        rows = [row for row, valid in enumerate(updates) if name in valid.contribution.tensors]
+        held = [each.whole(name, old) for each in compared if name in each.tensors]
+        rows = [row for row, each in enumerate(compared) if name in each.tensors]
         for part in torch.arange(old.numel()).split(max(1, BLOCK // len(updates))) if held else ():
             columns = slice(int(part[0]), int(part[-1]) + 1)
             change = torch.stack([x.reshape(-1)[columns] for x, _ in held]) - old.reshape(-1)[columns]

@@ -29,10 +29,10 @@ from torch.nn.init import _calculate_fan_in_and_fan_out as fans
 
 from fedsub_app.common.errors import UserError
 from fedsub_app.common.seeds import generator
-from fedsub_app.common.tensors import Tensors, prefixed
+from fedsub_app.common.tensors import Tensors, prefixed, unprefixed
 from fedsub_app.models import trainable, turned
 from fedsub_app.subnets.pruning import prunable
-from strategies.base import Mean, Merged, Spec, SubnetStrategy, Task, Update
+from strategies.base import Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
 from strategies.sparse import MASK, weight_names
 from strategies.sparse_settings import FedPMSettings
 
@@ -83,6 +83,11 @@ class FedPM(SubnetStrategy):
     def expected(self, client: int) -> Mapping[str, Spec]:
         masks = {f"{MASK}{name}": Spec(tuple(w.shape), torch.bool) for name, w in self.signed.items()}
         return {name: spec for name, spec in self.specs.items() if name not in self.signed} | masks
+
+    def compared(self, update: Update, contribution: Contribution) -> Contribution:
+        """Return the masks as well, as steps of 1/2 up or down: their complements are the opposite direction."""
+        steps = {n: self.current[n] + (mask.float() - 0.5) for n, mask in unprefixed(MASK, update.tensors).items()}
+        return contribution._replace(tensors=contribution.tensors | steps)
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Count the masks and take the mode of each Beta distribution (Algorithm 2)."""

@@ -125,6 +125,10 @@ class Hooks(Server):
         """Return the values from which ``robust`` measures an update's change; a tensor that is missing here: 0."""
         return self.current
 
+    def compared(self, update: Update, contribution: Contribution) -> Contribution:
+        """Return what ``robust`` compares with the other updates by its direction, seen from the model."""
+        return contribution
+
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:
         """Return the tensors of an update that :meth:`merge` needs after the contribution was added to the mean.
 

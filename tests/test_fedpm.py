@@ -19,7 +19,9 @@ from fedsub_app.federation.protocol import Update
 from fedsub_app.models import build_model, tensors_of
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.rounds import read_rounds
+from strategies.direction import agreeing
 from strategies.fedpm import FedPM, signed_constants
+from strategies.merging import Valid
 
 Run = Callable[..., tuple[Json, Path]]
 MASKED = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -136,6 +138,24 @@ def test_a_sign_flipper_sends_the_complement_of_its_mask() -> None:
         sent.append(client(0, 1, {}).run_training(dict(strategy.task(0).tensors), {}).tensors)
     for name in MASKED:
         assert torch.equal(sent[1][f"mask/{name}"], ~sent[0][f"mask/{name}"])
+
+
+def test_with_robust_the_complement_of_the_others_masks_is_opposed() -> None:
+    strategy, _ = made("fedpm", num_clients=6)
+    strategy.round = 1
+    draws = torch.Generator().manual_seed(0)
+    mask = {n: torch.rand(w.shape, generator=draws) < 0.5 for n, w in strategy.signed.items()}
+    updates = []
+    for client in range(6):  # honest ones differ from the common mask at an eighth of the positions
+        own = {n: m ^ (torch.rand(m.shape, generator=draws) < 1 / 8) for n, m in mask.items()}
+        bits = {f"mask/{n}": ~m if client == 2 else m for n, m in own.items()}
+        update = Update(client, {n: strategy.current[n] for n in OTHERS} | bits, {}, 1)
+        updates.append(Valid(update, strategy.contribution(update), {}))
+    kept, (opposed,), _ = agreeing(strategy, updates)
+    assert (opposed.client, [valid.update.client for valid in kept]) == (2, [0, 1, 3, 4, 5])
+    alike = (2 * 7 / 8 - 1) ** 2  # cosine of two honest masks; the first round counts half
+    cosine = 5 * alike / (5 + 5 * 4 * alike) ** 0.5
+    assert opposed.reason.endswith(f"{-cosine / 2:.2f}")
 
 
 @pytest.mark.parametrize(

@@ -503,12 +503,15 @@ def test_the_usual_size_is_the_lower_median_of_this_round_and_the_last_ones() ->
 # --- updates that point against the others ----------------------------------------------------------------------------
 
 
+def as_contributed(update: Update, contribution: Contribution) -> Contribution:
+    return contribution
+
+
 def moved(*changes: Sequence[float], masks: Mapping[int, Tensor] = {}) -> tuple[Any, list[Valid]]:
     """A strategy whose model is (1, 1), and the updates of clients 0, 1, … that change it so."""
     start = torch.ones(2)
-    strategy = SimpleNamespace(
-        current={"w": start}, usual={}, settings=SimpleNamespace(num_clients=max(5, len(changes)))
-    )
+    settings = SimpleNamespace(num_clients=max(5, len(changes)))
+    strategy = SimpleNamespace(current={"w": start}, usual={}, settings=settings, compared=as_contributed)
     updates = []
     for client, change in enumerate(changes):
         x, mask = {"w": start + torch.tensor(change)}, {"w": masks[client]} if client in masks else None
@@ -562,7 +565,8 @@ def test_a_round_without_a_direction_tells_nothing() -> None:
 
 def test_clients_with_parts_of_their_own_are_held_against_the_past_of_their_positions() -> None:
     """Five clients with two positions each, dealt anew; the one that always goes back is left out from round 3 on."""
-    strategy = SimpleNamespace(usual={}, settings=SimpleNamespace(num_clients=5), current={"w": torch.zeros(10)})
+    settings, current = SimpleNamespace(num_clients=5), {"w": torch.zeros(10)}
+    strategy = SimpleNamespace(usual={}, settings=settings, current=current, compared=as_contributed)
     for turn in range(4):
         updates = []
         for client in range(5):
