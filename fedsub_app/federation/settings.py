@@ -255,7 +255,8 @@ class AttackSettings(ClientsSettings):
     attack: Literal["none", "sign-flip", "scale", "label-flip"] = "none"
     """Attack: send a negative or a positive multiple of the change, or train on labels counted from the last class.
 
-    Attackers change trainable parameters alone; the rest of their replies and the models that they keep are honest.
+    Attackers change trainable parameters, and with sign-flip FedPM's masks, alone; the rest of their replies and the
+    models that they keep are honest.
     """
     attackers: CountOrZero = 1
     """Clients 0 to attackers - 1 attack."""
