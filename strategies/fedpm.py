@@ -87,7 +87,7 @@ class FedPM(SubnetStrategy):
     def compared(self, update: Update, contribution: Contribution) -> Contribution:
         """Return the masks as well, as steps of 1/2 up or down: their complements are the opposite direction."""
         steps = {n: self.current[n] + (mask.float() - 0.5) for n, mask in unprefixed(MASK, update.tensors).items()}
-        return contribution._replace(tensors=contribution.tensors | steps)
+        return contribution._replace(tensors={**contribution.tensors, **steps})
 
     def merge(self, mean: Mean, updates: Sequence[Update]) -> Merged:
         """Count the masks and take the mode of each Beta distribution (Algorithm 2)."""
