@@ -21,7 +21,7 @@ from fedsub_app.common.errors import UserError
 from fedsub_app.common.tensors import Tensors, chosen
 from fedsub_app.models import head_names, part_names
 from strategies.base import Spec, SubnetStrategy, Task
-from strategies.settings import FedRepSettings, LGFedAvgSettings
+from strategies.settings import LGFedAvgSettings
 
 
 class SharedPart(SubnetStrategy):
@@ -62,15 +62,12 @@ class SharedPart(SubnetStrategy):
 class FedRep(SharedPart):
     """Trains each part for epochs of its own."""
 
-    options: FedRepSettings
-
     def setup(self) -> None:
         super().setup()
         steps, epochs = self.settings.local_steps, self.settings.local_epochs
         if steps or epochs != 1:
-            own = ", ".join(f"{key} = {value}" for key, value in self.options.toml().items() if "epochs" in key)
             idle = f"local-steps = {steps}" if steps else f"local-epochs = {epochs}"
-            self.warning = f"{idle}: does nothing with fedrep, which trains {own}"
+            self.warning = f"{idle}: does nothing with fedrep, which has personal-epochs and shared-epochs"
 
 
 class LGFedAvg(SharedPart):
