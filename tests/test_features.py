@@ -235,10 +235,11 @@ def test_images_in_memory_are_read_as_the_nearest_bytes() -> None:
 
 
 def test_what_features_rule_out(data_dir: Path) -> None:
-    with pytest.raises(
-        UserError, match=rf"features = '{NAME}{RANDOM}': must be 'none' with dataset = 'synthetic': no im"
-    ):
+    no_images = "with dataset = 'synthetic', which is no set of images"
+    with pytest.raises(UserError, match=rf"features = '{NAME}{RANDOM}': must be 'none' {no_images}"):
         load(dataset="synthetic")
+    with pytest.raises(UserError, match=f"^image-size = 32: must be 0 {no_images}"):
+        load(dataset="synthetic", features="none", image_size=32)
     with pytest.raises(UserError, match="image-size = 32: must be 0 with features = "):
         load(image_size=32)
     with pytest.raises(UserError, match="features = 'vgg': must be 'none', "):

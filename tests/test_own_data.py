@@ -682,8 +682,9 @@ def test_a_table_that_is_not_one_is_one_line(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    label = "label" if source.startswith("load.py") else "kind"
     with pytest.raises(UserError, match=said) as error:
-        load_dataset(resolve(keys_of(tmp_path, source.format(tmp_path), label="kind")).data)
+        load_dataset(resolve(keys_of(tmp_path, source.format(tmp_path), label=label)).data)
     assert "\n" not in str(error.value)
 
 
@@ -750,7 +751,9 @@ def test_the_sources_of_the_standard_library() -> None:
         ({"dataset": "csv:u.csv", "label": ""}, "label = '': must be one column"),
         ({"input": "size, kind"}, "input = 'size, kind': 'kind' is the label; must be other columns"),
         ({"dataset": "hf:/nowhere/at/all"}, "dataset = 'hf:/nowhere/at/all': "),
-        ({"dataset": "my_data.py:load"}, "dataset = 'my_data.py': No such file"),
+        ({"dataset": "my_data.py:load", "label": "label"}, "dataset = 'my_data.py': No such file"),
+        ({"dataset": "my_data.py:load"}, "label = 'kind': must be 'label' with dataset = 'my_data.py:load', which has"),
+        ({"dataset": "digits", "input": "size"}, "^input = 'size': must be '' with dataset = 'digits', which has no"),
         ({"input": "size", "partition": "column", "num-clients": 4}, "partition = 'column' has 1 groups"),
         (
             {"input": "text", "partition": "iid"},

@@ -290,6 +290,17 @@ def test_tensors_that_the_weights_lack_are_named(
         run_local("third", **keys | {"model_options": "pretrained=True, hidden_size=16"})
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_tokens_that_the_weights_were_not_trained_with_are_noted(
+    own: bool, keys: dict[str, Any], bert: Path, run_local: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fedsub")
+    keys |= {"tokenizer": f"transformers:{bert}"} if own else {}
+    run_local(**keys | {"num_rounds": 1}, method="fedit", num_clients=2)
+    said = f"note: tokenizer = 'words': model = 'transformers:{bert}' was trained with other tokens"
+    assert [line for line in caplog.messages if line.startswith("note: tok")] == [said] * (not own)
+
+
 def test_a_folder_that_is_not_there_is_named() -> None:
     pytest.importorskip("transformers")
     said = r" = 'transformers:./bert': OSError: no folder ./bert here or in the data folder; from the hub: Repo id must"

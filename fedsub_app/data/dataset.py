@@ -25,7 +25,7 @@ from fedsub_app.data.files import Pictures, Split, class_names, fingerprint, rea
 from fedsub_app.data.known import HELD_OUT, LOADERS, Source, chosen_domains
 from fedsub_app.data.names import ARCHIVES, data_folder, dataset_names, find, folder_form, matching, own_files, parts_of
 from fedsub_app.data.samples import Dataset, Samples, in_unit, normalised
-from fedsub_app.data.settings import READERS, DataSettings
+from fedsub_app.data.settings import READERS, SOURCES, DataSettings
 from fedsub_app.data.tables import load_source
 
 ALONE = {*synthetic.NAMES, "diabetes", "python-sources"}  # sets without images
@@ -76,12 +76,11 @@ def _state(dataset: str, data: Path) -> str:
 
 @lru_cache(maxsize=2)
 def _load(settings: DataSettings, state: str, task_id: int) -> Dataset:
+    if settings.dataset.partition(":")[0] not in SOURCES:
+        _check_unused(settings, ("input", "label", "group"), "has no columns")
     if is_source(settings.dataset):
-        keys, defaults = settings.toml(), DataSettings().toml()
-        for key in ("features", "domains", "image-size", "train-per-class", "test-per-class"):
-            if keys[key] != defaults[key]:
-                what = f"must be {defaults[key]!r} with dataset = {settings.dataset!r}, which is no set of images"
-                raise UserError(f"{key} = {keys[key]!r}: {what}")
+        by_image = ("features", "domains", "image-size", "train-per-class", "test-per-class")
+        _check_unused(settings, by_image, "is no set of images")
         return load_source(settings, task_of(settings.task))
     names = parts_of(settings.dataset, data_folder(settings.data_dir))
     if len(names) > 1 and set(names) & ALONE:
@@ -91,11 +90,11 @@ def _load(settings: DataSettings, state: str, task_id: int) -> Dataset:
         raise UserError(f"domains = {domains!r}: one is named twice")
     if domains and len(names) > 1:
         raise UserError(f"domains = {domains!r}: needs a single set, dataset = {settings.dataset!r}")
-    listed, features_key = settings.features != "none", f"features = {settings.features!r}"
-    if listed and set(names) & ALONE:
-        raise UserError(f"{features_key}: must be 'none' with dataset = {settings.dataset!r}: no images")
+    if set(names) & ALONE:
+        _check_unused(settings, ("features", "image-size"), "is no set of images")
+    listed = settings.features != "none"
     if listed and settings.image_size:
-        raise UserError(f"image-size = {settings.image_size}: must be 0 with {features_key}")
+        raise UserError(f"image-size = {settings.image_size}: must be 0 with features = {settings.features!r}")
     known: dict[str, Source] = {}
     first_label, num_classes = [], 0
     for name in names:
@@ -194,6 +193,15 @@ def _with_features(name: str, source: Source, settings: DataSettings) -> Source:
         return features.extracted(name, x, random_crops, settings.features, settings.backbone_dir), y
 
     return replace(chosen, train=of(chosen.train, name in features.CROPPED), test=of(chosen.test, False))
+
+
+def _check_unused(settings: DataSettings, keys: Sequence[str], why: str) -> None:
+    """Raise :class:`UserError` for a key that says something and would do nothing with this data set."""
+    given, defaults = settings.toml(), DataSettings().toml()
+    for key in keys:
+        if given[key] != defaults[key]:
+            what = f"must be {defaults[key]!r} with dataset = {settings.dataset!r}, which {why}"
+            raise UserError(f"{key} = {given[key]!r}: {what}")
 
 
 def _choose(name: str, source: Source, settings: DataSettings) -> Source:

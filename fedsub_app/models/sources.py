@@ -47,6 +47,11 @@ def in_shape_of(model: nn.Module) -> Shape | None:
     return getattr(model, _IN_SHAPE, None)
 
 
+def is_pretrained(model: nn.Module) -> bool:
+    """Return whether the network was built with published weights."""
+    return hasattr(model, _FRESH)
+
+
 def fresh_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the tensors of a pretrained network that its weights lack."""
     return getattr(model, _FRESH, frozenset())

@@ -17,11 +17,12 @@ from fedsub_app.common.inputs import Form, shape_shown, size_of
 from fedsub_app.common.tensors import Json
 from fedsub_app.common.text import human_bytes
 from fedsub_app.data import Partition, in_data_folder, make_partition, partition_summary
-from fedsub_app.data.text import vocabulary_digest
+from fedsub_app.data.settings import SOURCES
+from fedsub_app.data.text import TRAINED, vocabulary_digest
 from fedsub_app.federation.nodes import Federation, held_out, takes_part
 from fedsub_app.federation.protocol import formula_bytes
 from fedsub_app.federation.wire import to_arrays, to_tensors
-from fedsub_app.models import Network, base_bytes, base_digest, fresh_names
+from fedsub_app.models import Network, base_bytes, base_digest, fresh_names, is_pretrained
 from fedsub_app.runs import console
 from fedsub_app.runs.checkpoint import started
 from fedsub_app.runs.directory import Run, open_run
@@ -142,6 +143,10 @@ def run_experiment(grid: Grid, settings: Settings, problem: Problem | None = Non
             notes += ("compile-steps = true: no GPU here: steps are compiled, not captured as graphs",)
         if fresh := sorted(fresh_names(strategy.model) - {*(problem.start or ())}):
             notes += (f"model = {settings.model!r}: its weights lack {', '.join(fresh)}, which start at random",)
+        kind, tokenizer = settings.dataset.partition(":")[0], settings.tokenizer
+        texts = isinstance(dataset.in_shape, Form) and kind in (*SOURCES, "python-sources")
+        if texts and tokenizer in TRAINED and is_pretrained(strategy.model):
+            notes += (f"tokenizer = {tokenizer!r}: model = {settings.model!r} was trained with other tokens",)
         for note in notes:
             log.info("note: %s", note)
         log.info("%s", console.opening(run.folder, dataset, strategy))
