@@ -32,17 +32,19 @@ BLOCK = 1 << 20  # values of all clients together that are compared at a time
 def agreement(strategy: Hooks, updates: Sequence[Valid], weights: Tensor, past: Tensors | None = None) -> Tensor:
     """Return each update's cosine with the weighted sum of the others' changes at its positions, float64 ``[n]``.
 
-    It is 0 for an update that changes nothing, or at whose positions no other one changes anything. ``past``: changes
-    of the model that count beside the others'.
+    Changes are those from :meth:`~strategies.hooks.Hooks.origin`. It is 0 for an update that changes nothing, or at
+    whose positions no other one changes anything. ``past``: changes of the model that count beside the others'.
     """
     product, own, others = torch.zeros(3, len(updates), dtype=torch.float64)
     compared = [strategy.compared(valid.update, valid.contribution) for valid in updates]
+    origins = [strategy.origin(valid.update) for valid in updates]
     for name, old in strategy.current.items():
         held = [each.whole(name, old) for each in compared if name in each.tensors]
         rows = [row for row, each in enumerate(compared) if name in each.tensors]
         for part in torch.arange(old.numel()).split(max(1, BLOCK // len(updates))) if held else ():
             columns = slice(int(part[0]), int(part[-1]) + 1)
-            change = torch.stack([x.reshape(-1)[columns] for x, _ in held]) - old.reshape(-1)[columns]
+            pairs = [(x, origins[row][name]) for row, (x, _) in zip(rows, held, strict=True)]
+            change = torch.stack([x.reshape(-1)[columns] - start.reshape(-1)[columns] for x, start in pairs])
             covers = [torch.ones(()) if m is None else m.expand(old.shape).reshape(-1)[columns] for _, m in held]
             covered = torch.stack([cover.expand(len(part)) for cover in covers])
             change = (change * covered).double()

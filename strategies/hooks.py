@@ -126,7 +126,7 @@ class Hooks(Server):
         return self.current
 
     def compared(self, update: Update, contribution: Contribution) -> Contribution:
-        """Return what ``robust`` compares with the other updates by its direction, seen from the model."""
+        """Return what ``robust`` compares with the other updates by its direction, seen from :meth:`origin`."""
         return contribution
 
     def remembered(self, update: Update, contribution: Contribution) -> Tensors:

@@ -21,6 +21,7 @@ from fedsub_app.runs.methods import METHODS
 from fedsub_app.training.workplace import workplace
 from strategies.base import SubnetStrategy
 from strategies.bounding import Bounds
+from strategies.direction import agreeing
 from strategies.lora import PRUNES
 from strategies.merging import Valid
 from strategies.rounds import check_defences
@@ -290,6 +291,21 @@ def test_ranks_that_a_client_lacks_have_not_moved(made: Made) -> None:
         assert strategy.distance(still, contribution) == 0
         origin = strategy.origin(still)
         assert all(torch.equal(origin[name], x) for name, x in contribution.tensors.items())
+
+
+def test_ranks_that_clients_lack_hide_no_opposed_one(made: Made) -> None:
+    """Else the zeros there, minus the model, were a change that all have in common."""
+    strategy, _ = made("hetlora", robust="on", num_clients=6, hetlora__widths="0.5")
+    draws = torch.Generator().manual_seed(0)
+    moves = {name: 0.01 * torch.randn(x.shape, generator=draws) for name, x in strategy.task(0).tensors.items()}
+    valid = []
+    for client in range(6):
+        turn = -1 if client == 2 else 1
+        tensors = {name: x + turn * moves[name] for name, x in strategy.task(client).tensors.items()}
+        update = Update(client, tensors | {PRUNES: torch.zeros(1, dtype=torch.bool)}, {}, 10)
+        valid.append(Valid(update, strategy.contribution(update), {}))
+    kept, (opposed,), _ = agreeing(strategy, valid)
+    assert (opposed.client, [each.update.client for each in kept]) == (2, [0, 1, 3, 4, 5])
 
 
 @pytest.mark.parametrize("widths", ["1", "0.5"])

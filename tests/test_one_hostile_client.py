@@ -503,15 +503,17 @@ def test_the_usual_size_is_the_lower_median_of_this_round_and_the_last_ones() ->
 # --- updates that point against the others ----------------------------------------------------------------------------
 
 
-def as_contributed(update: Update, contribution: Contribution) -> Contribution:
-    return contribution
+def as_contributed(current: Tensors, **more: Any) -> Any:
+    """A strategy whose clients start from the model, and of which contributions are compared."""
+    hooks = {"compared": lambda update, contribution: contribution, "origin": lambda update: current}
+    return SimpleNamespace(current=current, usual={}, **hooks, **more)
 
 
 def moved(*changes: Sequence[float], masks: Mapping[int, Tensor] = {}) -> tuple[Any, list[Valid]]:
     """A strategy whose model is (1, 1), and the updates of clients 0, 1, … that change it so."""
     start = torch.ones(2)
     settings = SimpleNamespace(num_clients=max(5, len(changes)))
-    strategy = SimpleNamespace(current={"w": start}, usual={}, settings=settings, compared=as_contributed)
+    strategy = as_contributed({"w": start}, settings=settings)
     updates = []
     for client, change in enumerate(changes):
         x, mask = {"w": start + torch.tensor(change)}, {"w": masks[client]} if client in masks else None
@@ -565,8 +567,7 @@ def test_a_round_without_a_direction_tells_nothing() -> None:
 
 def test_clients_with_parts_of_their_own_are_held_against_the_past_of_their_positions() -> None:
     """Five clients with two positions each, dealt anew; the one that always goes back is left out from round 3 on."""
-    settings, current = SimpleNamespace(num_clients=5), {"w": torch.zeros(10)}
-    strategy = SimpleNamespace(usual={}, settings=settings, current=current, compared=as_contributed)
+    strategy = as_contributed({"w": torch.zeros(10)}, settings=SimpleNamespace(num_clients=5))
     for turn in range(4):
         updates = []
         for client in range(5):
@@ -574,10 +575,10 @@ def test_clients_with_parts_of_their_own_are_held_against_the_past_of_their_posi
             x = {"w": torch.full((2,), -1.0 if client == 4 else 1.0)}
             contribution = Contribution(x, None, 1.0, {"w": (at, None)}, alone={"w"})
             updates.append(Valid(Update(client, x, {}, 1), contribution, {}))
-        kept, dropped, strategy.usual = agreeing(strategy, updates)  # type: ignore[arg-type]
+        kept, dropped, strategy.usual = agreeing(strategy, updates)
         assert [drop.client for drop in dropped] == ([4] if turn > 1 else [])
         assert len(kept) + len(dropped) == 5
-    assert bool((strategy.usual["past change/w"] > 0).all())  # type: ignore[index]
+    assert bool((strategy.usual["past change/w"] > 0).all())
 
 
 def test_the_last_change_of_a_position_counts_half() -> None:
