@@ -8,6 +8,7 @@ settings (theirs 0.5 and 5e-4). BatchNorm in the frozen body uses its running st
 """
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from fedsub_app.models import head_layer, head_names, output_names
 from fedsub_app.subnets.collaboration import combination
 from fedsub_app.subnets.norms import norm
 from strategies.base import BadReply, Contribution, Mean, Merged, Spec, SubnetStrategy, Task, Update
+from strategies.defences import DEFENCES
 from strategies.memory import Memory
 
 CENTROIDS, KNOWN, MEANS, COUNTS, H, V = (f"fedpac/{n}" for n in ("centroids", "known", "means", "counts", "h", "v"))
@@ -28,7 +30,7 @@ class FedPAC(SubnetStrategy):
     """Merges models and class centroids; combines a head for each client."""
 
     secure = "its server combines the heads and centroids of single clients"
-    refused = "its server also combines the clients' heads and centroids"
+    refused: ClassVar = dict.fromkeys((*DEFENCES, "min-contributors"), secure)
     remembers = ("heads", "centroids", "known")
 
     def setup(self) -> None:
