@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsub_app.common.errors import explained
+from fedsub_app.common.errors import UserError, explained
 from fedsub_app.common.seeds import generator
 from fedsub_app.common.tensors import Tensors
 from fedsub_app.federation.nodes import sample
@@ -93,6 +93,8 @@ class Merging:
         found = returned(self._strategy, "contribution", self._strategy.contribution(update), Contribution)
         with explained(f"{type(self._strategy).__name__}.contribution returned for client {update.client}:"):
             check(self._strategy.current, found)
+        if self._strategy.settings.dp_noise_multiplier:
+            _check_noise(self._strategy, update, found)
         return found
 
     def add(self, valid: Valid) -> None:
@@ -158,6 +160,17 @@ class _Kept(NamedTuple):
     def result(self, server_lr: float = 1.0) -> dict[str, Tensor]:
         new = self.mean.result(server_lr)
         return new | {name: torch.where(few, old, new[name]) for name, (few, old) in self.kept.items()}
+
+
+def _check_noise(strategy: Hooks, update: Update, contribution: Contribution) -> None:
+    """Refuse a method by whose answers a client would tell or weigh more than epsilon says, which counts their sum."""
+    noise, bare = strategy.settings.server_noise, sorted(update.tensors.keys() - contribution.tensors.keys())
+    wrong = f"no noise is in its tensor {bare[0]!r}" if noise and bare else ""
+    if contribution.masks or contribution.slices or contribution.weight != 1:
+        wrong = "its clients contribute to different positions, or with different weights"
+    if wrong:
+        key = f"dp-noise-multiplier = {strategy.settings.dp_noise_multiplier:g}"
+        raise UserError(f"{key}: not with method = {strategy.settings.method!r}: {wrong}")
 
 
 def _empty_mean(strategy: Hooks) -> MaskedMean | RobustMean:

@@ -29,6 +29,7 @@ from fedsub_app.subnets.averaging import Contribution
 from fedsub_app.subnets.norms import norm
 from fedsub_app.subnets.privacy import NoisyMean, epsilon, noisy, secret_normal
 from fedsub_app.subnets.robust import clipped
+from strategies.merging import Merging
 from strategies.rounds import check_defences
 
 Run = Callable[..., tuple[Json, Path]]
@@ -151,6 +152,17 @@ def test_noise_is_in_the_part_that_is_shared_alone(method: str) -> None:
     assert all(torch.equal(strategy.current[name], x) for name, x in start.items() if name not in shared)
     noise = torch.cat([(strategy.current[name] - start[name]).flatten() for name in shared])
     assert float(noise.std()) == pytest.approx(2.0 * 0.5 / 3, rel=0.2)
+
+
+def test_what_noise_does_not_cover_is_refused() -> None:
+    """Of a user's own method, which may not name the defences that do not protect it."""
+    strategy, _ = made("fedavg", weighting="uniform", **PRIVATE)
+    said = "^dp-noise-multiplier = 2: not with method = 'fedavg': "
+    with pytest.raises(UserError, match=f"{said}no noise is in its tensor 'variate/w'$"):
+        Merging(strategy).contribution(Update(0, strategy.current | {"variate/w": torch.ones(1)}, {}, 20))
+    strategy.weight = lambda update: 2.0  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=f"{said}its clients contribute to different positions, or with different wei"):
+        Merging(strategy).contribution(Update(0, dict(strategy.current), {}, 20))
 
 
 # --- noise that the clients add ---------------------------------------------------------------------------------------
