@@ -44,14 +44,18 @@ def reach(strategy: Hooks, clients: Sequence[int]) -> dict[int, float]:
 
 
 def counted(strategy: Hooks, accepted: Sequence[Valid]) -> Sequence[Valid]:
-    """Return the updates with at most the median client's samples where the server has only the clients' word."""
+    """Return the updates with at most the median client's samples where the server has only the clients' word.
+
+    Where fewer samples would weigh more, as with FedNova, a client counts with the median's.
+    """
     if strategy.facts and strategy.facts.exact:
         return accepted
     most, found = median_low([valid.update.num_examples for valid in accepted]), list[Valid]()
     for update, contribution, norms in accepted:
-        fewer = replace(update, num_examples=min(update.num_examples, most))
-        share = strategy.summed_weight(fewer) / (strategy.summed_weight(update) or 1.0)
-        found.append(Valid(fewer, contribution._replace(weight=contribution.weight * share), norms))
+        allowed = (replace(update, num_examples=count) for count in (min(update.num_examples, most), most))
+        taken = min(allowed, key=strategy.summed_weight)
+        share = strategy.summed_weight(taken) / (strategy.summed_weight(update) or 1.0)
+        found.append(Valid(taken, contribution._replace(weight=contribution.weight * share), norms))
     return found
 
 
