@@ -135,6 +135,8 @@ class FedPart(SubnetStrategy):
         refused = () if self.options.momentum == "none" else DEFENCES
         clip = ("clip-norm",) if self.settings.secure_aggregation else ()  # by the clients then
         clients = dict.fromkeys(("dp-noise-by", *clip), "its clients are not sent the group that they train")
+        if self.holds_all:
+            clients["min-contributors"] = "by similarity one client alone may have a weight"
         reason = "its server also averages Adam's moments"
         return clients | dict.fromkeys((*refused, "secure-aggregation") if refused else (), reason)
 

@@ -245,7 +245,9 @@ def test_the_norms_of_a_round_are_those_of_the_updates(shared_run: Callable[...,
 
 
 def test_min_contributors_keeps_what_one_client_alone_has(shared_run: Callable[..., Path]) -> None:
-    for method, more in (("ist", {}), ("fedpews", {"fedpews.masks": "fixed"}), ("fedpac", {})):
+    similar: dict[str, Value] = {"fedpart.momentum": "similarity", "optimizer": "adam", "momentum": 0.0}
+    rows = [("ist", {}), ("fedpews", {"fedpews.masks": "fixed"}), ("fedpac", {}), ("fedpart", similar)]
+    for method, more in rows:
         found = resolve({"method": method, "min-contributors": 2, "model": "feature-mlp", **more})
         strategy = METHODS[method].strategy(found, workplace(found).network.module)
         with pytest.raises(UserError, match=r"^min-contributors = 2: not with method = .* (one|single) client"):
