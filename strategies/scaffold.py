@@ -13,6 +13,7 @@ Deviations from the paper, and points that it leaves open:
 - A client that has lost a c_i that c contains is dropped, by name, in all its rounds: starting again from 0 would leave
   the lost part in c for ever, and c would not be the mean of the c_i.
 - Without a step (``local-epochs = 0``) the variates stay.
+- With ``robust`` c is the sum of bounded changes, and no longer the mean of the c_i, which the clients do not bound.
 - With secure-aggregation all clients make the same number of steps (``local-steps``).
 """
 
