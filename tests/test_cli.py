@@ -206,6 +206,7 @@ def test_the_bundle_does_not_hold_it_so_its_keys_are_sent(desk: Path, monkeypatc
         return subprocess.CompletedProcess(command, 1, "", "no SuperLink")
 
     monkeypatch.setattr(flower.subprocess, "run", refuse)
+    monkeypatch.setattr(flower, "connections", lambda: {"mine": {"address": "127.0.0.1:1"}})
     fedselect = {"method": "fedselect", "objective": "none"}
     for given in ({}, {"num-rounds": 1}, {"method": "moon", "objective": "moon"}, fedselect):
         asked = {"experiment": str(desk / "my.toml"), **given}
@@ -230,6 +231,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise UserError("no SuperLink")
 
     monkeypatch.setattr(flower, "ask", refuse)
+    monkeypatch.setattr(flower, "connections", lambda: {"mine": {"address": "127.0.0.1:1"}})
     return asked
 
 

@@ -213,13 +213,15 @@ def test_each_environment_and_user_has_ports(monkeypatch: pytest.MonkeyPatch) ->
     assert len(ports) == 6
 
 
-def test_a_home_without_our_connection_names_the_remedy(machine: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("local-simulation", "setup"), ("ray-cluster", "setup --cluster N"), ("ours", "federation up --name ours")],
+)
+def test_a_home_without_the_connection_names_the_remedy(name: str, remedy: str, machine: Any) -> None:
     """Flower's own message, cut to a line, told neither the remedy nor the whole path of its file."""
     config = re.escape(str(machine(2)))
-    with pytest.raises(
-        UserError, match=f"^--engine local-simulation: not in {config}; `fedsub setup` adds the connection$"
-    ):
-        flower.run("local-simulation", {"experiment": "quickstart/digits"})
+    with pytest.raises(UserError, match=f"^--engine {name}: not in {config}; `fedsub {remedy}` adds the connection$"):
+        flower.run(name, {"experiment": "quickstart/digits"})
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,9 @@ def run(connection: str, overrides: Mapping[str, Value]) -> int:
     from fedsub_app.runs.recorded import new_folder, settings_of
 
     settings = settings_of(overrides)  # fail early
-    table = connections().get(connection, {})
-    if connection == CONNECTION and not table:
-        raise UserError(f"--engine {connection}: not in {_home() / 'config.toml'}; `fedsub setup` adds the connection")
+    if not (table := connections().get(connection)):
+        adds = {CONNECTION: "setup", CLUSTER: "setup --cluster N"}.get(connection, f"federation up --name {connection}")
+        raise UserError(f"--engine {connection}: not in {_home() / 'config.toml'}; `fedsub {adds}` adds the connection")
     if table.get("address") == LOCAL:
         superlink()  # raises where it is of others
     # An experiment's file of this machine is not in the bundle: its keys are sent.
