@@ -335,7 +335,8 @@ def page_of(name: str, paper: Json) -> dict[Path, str]:
         content = data()[table]
         results += [f"### {content['title']}: {table}", f"    {repeated(content)}", table_of(table)]
         if content["table"] in tables() and (more := len(read_table(content["table"]).rows) - len(content["rows"])):
-            results += [f"The command has {more} further rows, which were not run; `--only` leaves them out."]
+            rows = "row, which was" if more == 1 else "rows, which were"
+            results += [f"The command has {more} further {rows} not run; `--only` leaves them out."]
         results += [f"Source: {content['source']}."] if "source" in content else []
         links, drawn = curves(table)
         results += links
