@@ -51,6 +51,16 @@ def test_what_it_writes_passes_at_once(project: Path) -> None:
     assert "fed-foo.step" in in_copy(project, "fedsub_app.cli", "list", "settings").stdout
 
 
+def test_make_need_not_install_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of pyproject.toml, by which make decides, stays: no dependency has changed."""
+    monkeypatch.setattr(flower, "PROJECT", project)
+    pyproject = project / "pyproject.toml"
+    os.utime(pyproject, ns=(10**18, 10**18))
+    new_method("FedTime")
+    assert "[tool.flwr.app.config.fedtime]" in pyproject.read_text()
+    assert pyproject.stat().st_mtime_ns == 10**18
+
+
 def test_classes_keep_the_capitals_of_the_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower, "PROJECT", project)
     new_method("FedBAR")

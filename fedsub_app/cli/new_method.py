@@ -4,6 +4,7 @@ They are those of examples/new-method with its name in the place of Fed-Foo: a c
 passes its test.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -80,4 +81,6 @@ def write_defaults(project: Path) -> None:
     start = text.index(toml.partition("\n")[0])
     other = re.search(rf"(?m)^\[(?!{re.escape(TABLE)}\b)", text[start:])
     end = start + other.start() if other else len(text)
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     write_atomic(path, f"{text[:start]}{toml}\n{text[end:]}".encode())
+    os.utime(path, ns=times)  # no dependency has changed: make need not install anew
