@@ -227,7 +227,7 @@ def methods() -> dict[str, str]:
         rows.append(f"| [{_title(name)}]({name}.md) | `{name}` | {families.get(name, '')} | {method.description} |")
         parts = [f"# {_title(name)}", "", f"{method.description}.", ""]
         parts += [f"    {EQUATIONS[name]}", "", SYMBOLS, ""] if name in EQUATIONS else []
-        parts += [f"    fedsub run quickstart/digits method={name}", ""]
+        parts += [f"    fedsub run quickstart/digits method={name} {method.needs}".rstrip(), ""]
         if method.preset:
             parts += ["It sets " + ", ".join(f"`{key} = {value!r}`" for key, value in method.preset.items()) + ".", ""]
         for side, cls in (("server", method.strategy), ("client", method.client)):

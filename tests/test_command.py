@@ -15,6 +15,7 @@ from fedsub_app.common.conf_files import experiments
 from fedsub_app.common.errors import UserError
 from fedsub_app.runs.config import resolve
 from fedsub_app.runs.methods import METHODS
+from fedsub_app.runs.plan import plan
 
 FAST = {
     "--help": 0,
@@ -122,6 +123,9 @@ def test_every_method_has_a_help_page(name: str) -> None:
     page = about_method(name)
     assert page.startswith(f"# {name}\n\n{METHODS[name].description}.")
     assert all(f"| {name}.{field.alias} |" in page for field in METHODS[name].settings.model_fields.values())
+    words = page.splitlines()[-1].split()
+    assert words[:3] == ["fedsub", "run", "quickstart/digits"]
+    assert "10 clients" in plan(resolve(overrides_of(words[2:], [])))  # its own command is not refused
 
 
 def test_a_setting_has_a_help_line(capsys: pytest.CaptureFixture[str]) -> None:

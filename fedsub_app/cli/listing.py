@@ -122,4 +122,4 @@ def about_method(name: str) -> str:
     head = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text("utf-8"))) or ""
     parts = [f"# {name}", f"{method.description}.", head.replace("``", "`")]
     parts += [f"It sets {preset}."] if preset else []
-    return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name}"])
+    return "\n\n".join([*parts, keys, f"    fedsub run quickstart/digits method={name} {method.needs}".rstrip()])

@@ -91,7 +91,7 @@ class Method:
     are the defaults.
 
     ``preset``: general keys that make it this method; a run that sets them otherwise is refused. ``title``: its name
-    as it is written, where the strategy's class has another one.
+    as it is written, where the strategy's class has another one. ``needs``: keys with which the quickstart runs it.
     """
 
     description: str
@@ -100,6 +100,7 @@ class Method:
     client: "Late[type[Client]]" = Late("client_apps", "base:Client")
     preset: Mapping[str, Value] = field(default_factory=dict)
     title: str = ""
+    needs: str = ""
 
 
 METHODS = {
@@ -135,7 +136,11 @@ METHODS = {
         "FedSelect, Tamirisa et al. 2024", keys.FedSelectSettings, "fedselect:FedSelect", "fedselect:FedSelectClient"
     ),
     "subfedavg": Method(
-        "Sub-FedAvg, Vahidian et al. 2021", keys.SubFedAvgSettings, "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient"
+        "Sub-FedAvg, Vahidian et al. 2021",
+        keys.SubFedAvgSettings,
+        "subfedavg:SubFedAvg",
+        "subfedavg:SubFedAvgClient",
+        needs="local-epochs=2 validation-fraction=0.2",
     ),
     "fedpm": Method("Isik et al. 2023", sparse_keys.FedPMSettings, "fedpm:FedPM", "fedpm:FedPMClient"),
     "ssfl": Method("Ohib et al. 2024", sparse_keys.SparseSettings, "ssfl:SSFL", "sparse:SSFLClient"),
