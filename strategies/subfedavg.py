@@ -74,7 +74,7 @@ class SubFedAvg(SubnetStrategy):
             raise UserError(f"{pruning}: model {settings.model!r}: {error}") from None
         # Not in the settings' own check: experiments of other papers have one epoch and can be given another method.
         if self.options.target and settings.local_epochs == 1:
-            raise UserError("local-epochs = 1: subfedavg compares the first with the last epoch, at least 2")
+            raise UserError("local-epochs = 1: must be at least 2, subfedavg compares the first with the last epoch")
         if self.options.target and settings.local_steps:
             raise UserError(f"local-steps = {settings.local_steps}: must be 0: subfedavg compares two whole epochs")
         if self.options.target and self.options.gate_data == "validation" and not settings.validation_fraction:

@@ -733,7 +733,7 @@ def test_a_client_does_not_empty_a_layer() -> None:
         ({"subfedavg.target": 1.0}, "subfedavg.target = 1.0: must be less than 1"),
         ({"subfedavg.pruning": "both"}, "must be 'unstructured', 'structured' or 'hybrid'"),
         ({"model": "mnist-cnn"}, "subfedavg.pruning = 'hybrid': model 'mnist-cnn': no layer has a BatchNorm behind it"),
-        ({"local-epochs": 1}, "local-epochs = 1: subfedavg compares the first with the last epoch, at least 2"),
+        ({"local-epochs": 1}, "local-epochs = 1: must be at least 2, subfedavg compares the first with the last epoch"),
         ({"local-steps": 5}, "local-steps = 5: must be 0: subfedavg compares two whole epochs"),
         ({"validation-fraction": 0.0}, "validation-fraction = 0.0: must be above 0 with subfedavg.gate-data"),
         ({"batch-size": 1}, "batch-size = 1: BatchNorm needs at least 2 samples in a mini-batch"),

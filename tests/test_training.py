@@ -179,7 +179,7 @@ def settings_in(folder: Path) -> dict[str, Value]:
 def test_a_run_along_a_cosine_gets_no_more_rounds(run_local: Callable[..., tuple[Json, Path]]) -> None:
     _, folder = run_local(method="fedavg", lr_schedule="cosine", num_rounds=2)
     assert [line["lr"] for line in lines_of(folder)[1:]] == pytest.approx([0.05, 0.025])
-    with pytest.raises(UserError, match=r"^num-rounds = 3: the run to resume in .* has a cosine to 2$"):
+    with pytest.raises(UserError, match=r"^num-rounds = 3: the run to resume in .* has a cosine that ends at 2$"):
         settings_of({"run-dir": str(folder), "resume": True, "num-rounds": 3})
 
 

@@ -57,7 +57,7 @@ def settings_of(overrides: Mapping[str, Value]) -> Settings:
                 more = "; it can only go further" if key in EXTENDED else ""
                 raise UserError(f"{key} = {value!r}: the run to resume in {folder} has {old!r}{none}{more}")
             if key == "num-rounds" and recorded.get("lr-schedule") == "cosine":
-                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has a cosine to {old!r}")
+                raise UserError(f"{key} = {value!r}: the run to resume in {folder} has a cosine that ends at {old!r}")
             longer[key] = value
             if (states := folder / "clients").is_dir() and not any(states.iterdir()):
                 gone = "has no states of its clients: reproduce and sweep keep none"
