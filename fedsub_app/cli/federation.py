@@ -205,7 +205,7 @@ def setup(
     ] = None,
     quiet: Annotated[bool, Option("--quiet", help="print nothing on success")] = False,
 ) -> None:
-    """Register the Flower connection local-simulation in this environment; needed once."""
+    """Prepare this environment for Flower: a connection and variables; needed once, `make run` does it as well."""
     from fedsub_app.deployment import flower
 
     lines = flower.setup(cluster)
