@@ -280,10 +280,23 @@ def broken(items: list[Any]) -> Any:
     raise KeyError("ids")
 
 
-def test_labels_of_several_shapes_are_one_line_where_samples_are_read_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ((X[0], Y[:3]), r"y of shapes \(3,\) and \(4,\)"),
+        ((X[0, :2], Y), r"x of shapes \(2,\) and \(3,\)"),
+        ((X[0, :1], Y), r"x of shapes \(1,\) and \(3,\)"),  # as a grey image among images of three colours
+    ],
+)
+def test_several_shapes_are_one_line_where_samples_are_read_lazily(
+    other: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own, "IN_MEMORY", 0)
-    data = Rows([(X[0], Y), (X[0], Y[:3])])
-    with pytest.raises(UserError, match=r"^train: y of shapes \(3,\) and \(4,\): must be one shape$"):
+    data = Rows([(X[0], Y), other])
+    with pytest.raises(UserError, match=f"^train: {said}: must be one shape$"):
         own_dataset((data, data), CLASSES)
 
 
@@ -295,9 +308,6 @@ def without_axis(part: str) -> Any:
         return ((x[0][None], x[1]), torch.tensor([y])) if part == "x" else (x[None], torch.as_tensor(y))
 
     return collate
-
-
-X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(

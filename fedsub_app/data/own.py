@@ -204,8 +204,8 @@ def _read(data: Any, name: str, collate: Collate | None, like: Split | None) -> 
     parts = []
     try:
         for x, y in (batch([k]) for k in range(len(data))):
-            largest = joined([largest, x], lambda two: torch.maximum(*two)) if lazy else largest
-            parts.append((first if lazy else x, y))
+            parts.append((first if lazy and _shapes(x) == _shapes(first) else x, y))
+            largest = joined([largest, x], lambda two: torch.stack(two).amax(0)) if lazy else largest
         y = torch.cat([y for _, y in parts])
         if lazy:
             return Split(LazySamples(lambda positions: batch(positions)[0], torch.arange(len(data))), y, (), largest)
