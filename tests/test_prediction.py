@@ -13,7 +13,7 @@ from PIL import Image
 from test_private_data import images
 
 from fedsub_app.analysis.clients import client_of
-from fedsub_app.analysis.prediction import model_of, predictions, settled
+from fedsub_app.analysis.prediction import model_of, predictions, settled, write_onnx
 from fedsub_app.cli.main import main
 from fedsub_app.common.errors import UserError
 
@@ -231,6 +231,33 @@ def test_onnx_is_the_network(
     np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-5)
     (one,) = session.run(None, {"input": pixels[:1]})
     np.testing.assert_allclose(one, outputs[:1], rtol=1e-4, atol=1e-5)
+
+
+MIXED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(5, 4), nn.Linear(6, num_classes)
+
+    def forward(self, ids, age):
+        return self.head(torch.cat([self.words(ids), age], 1))
+
+def load():
+    part = {"ids": torch.arange(20).view(-1, 4) % 5, "age": torch.ones(5, 2)}, torch.arange(5) % 2
+    return part, part
+"""
+
+
+def test_onnx_of_several_inputs_says_the_form_of_each(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    (source := tmp_path / "mixed.py").write_text(MIXED)
+    keys: dict[str, Any] = {"dataset": f"{source}:load", "model": f"{source}:Net", "num_clients": 1, "partition": "iid"}
+    run_small(tmp_path / "run", method="fedavg", num_rounds=1, min_samples=1, **keys)
+    said = write_onnx(tmp_path / "run", tmp_path / "model.onnx")
+    assert said == "ids: [4] each, tokens as in the run\nage: [2] each, normalised as in the run"
 
 
 def test_a_model_is_of_one_run(pictures: tuple[Path, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:

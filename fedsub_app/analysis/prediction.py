@@ -168,8 +168,10 @@ def write_onnx(folder: Path, path: Path, client: int | None = None) -> str:
         raise UserError(f"--onnx: needs the package {error.name}; `pip install 'fedsub[onnx]'`") from error
     except Exception as error:  # of the exporter: code of the user
         raise UserError(f"--onnx: torch cannot write this network ({one_line(error)[:200]})") from error
-    whole = "normalised as in the run" if tensors[0].is_floating_point() else "tokens as in the run"
-    return f"{', '.join(names)}: {list(tensors[0].shape[1:])} each, {'pixels, 0 to 255' if scale else whole}"
+    numbers = "pixels, 0 to 255" if scale else "normalised as in the run"
+    whole = [numbers if tensor.is_floating_point() else "tokens as in the run" for tensor in tensors]
+    shapes = [list(tensor.shape[1:]) for tensor in tensors]
+    return "\n".join(map("{}: {} each, {}".format, names, shapes, whole))
 
 
 def write_adapter(run: Path, folder: Path, client: int | None = None) -> None:
