@@ -76,6 +76,7 @@ class APFLClient(Client):
             w = {name: tensor.detach() for name, tensor in network.parameters.items()}
             mixture = {name: torch.lerp(w[name], v[name], alpha).requires_grad_() for name in v}
             slopes = Optimizer(self.settings, mixture, 0).gradients(self.loss(network(x, own | mixture), y))
+            own.update(network.assigned)
             training.spend(len(y), v)
             slope = sum(((v[name] - w[name]) * slopes[name]).sum() for name in v)
             trained = training.descend(x, y)

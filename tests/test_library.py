@@ -401,6 +401,16 @@ def test_a_buffer_that_is_assigned_anew_is_sent(method: str) -> None:
     assert float(to_tensors(found.arrays)["steps"]) == 4
 
 
+def test_a_buffer_that_is_assigned_anew_is_kept_in_apfls_own_model(tmp_path: Path) -> None:
+    """As many steps of the mixture as batches."""
+    keys: dict[str, Any] = {"model": lambda: Counting("assigned"), "batch_size": 3, "local_epochs": 2}
+    app = grid(model=lambda: Counting("assigned"), data=lambda context: ((X, Y), (X, Y)))
+    first = arrays(Counting("assigned"))
+    fedsub.start(fedsub.APFL(**keys), app, initial_arrays=first, num_rounds=1, run_dir=tmp_path / "run")
+    state = load_file(tmp_path / "run/clients/client-000000/round-000001.safetensors")
+    assert float(state["own/steps"]) == 4
+
+
 @pytest.mark.parametrize("kind", ["integers", "not saved", "assigned"])
 def test_clients_with_buffers_of_their_own_are_not_stacked(kind: str) -> None:
     keys = {"method": "fedavg", "num-clients": 2, "partition": "iid", "stack-clients": True}

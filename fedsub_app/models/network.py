@@ -58,7 +58,7 @@ class Network:
 
     ``module`` has, after the first use of :attr:`gates`, a gate behind each layer of units. ``tensors`` are its
     parameters and floating-point buffers by name, live (:func:`~fedsub_app.models.tensors_of`), ``parameters`` those
-    that are trained.
+    that are trained. ``assigned``: buffers that the network's code assigned anew in the last run with other tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,6 +66,7 @@ class Network:
         self.module = module
         self.tensors = tensors_of(module)
         self.parameters: dict[str, Tensor] = dict(trainable(module))
+        self.assigned: dict[str, Tensor] = {}
         self._slots = self._places()  # now: the network's code may put other tensors there
         sent = self.tensors.keys() | base_names(module)
         self._unsent = [(buffer, buffer.clone()) for name, buffer in module.named_buffers() if name not in sent]
@@ -124,16 +125,19 @@ class Network:
         Without gradient checkpointing: a backward pass would compute the blocks again with the network's own tensors.
         """
         replaced = []
+        self.assigned = {}
         try:
             for held, key, name in self._slots:
                 if tensors.get(name, self.tensors[name]) is not self.tensors[name]:
-                    replaced.append((held, key, held[key]))
+                    replaced.append((held, key, name, held[key]))
                     held[key] = tensors[name]
             for flags, flag in self._again:
                 flags[flag] = not replaced
             logits: Tensor = self.module(x)
         finally:
-            for held, key, before in replaced:
+            for held, key, name, before in replaced:
+                if held[key] is not tensors[name]:
+                    self.assigned[name] = held[key].detach()
                 held[key] = before
             for flags, flag in self._again:
                 flags[flag] = True
