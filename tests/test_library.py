@@ -1271,6 +1271,18 @@ def test_runs_in_threads_are_as_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.run
+@pytest.mark.run
+def test_a_tensor_may_be_empty(tmp_path: Path) -> None:
+    class Empty(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weights", torch.zeros(0))
+
+    keys = {"method": "fedavg", "num-clients": 2, "num-rounds": 1, "partition": "iid", "run-dir": str(tmp_path / "run")}
+    record = fedsub.run(keys, model=Empty, data=((X, Y), (X, Y)))
+    assert load_file(record.folder / "model.safetensors")["weights"].shape == (0,)
+
+
 def test_a_parameter_may_have_any_name(tmp_path: Path) -> None:
     """FedPeWS's replies have a mask and probabilities of their own."""
 
