@@ -858,6 +858,22 @@ def test_layers_that_run_in_another_order_than_they_are_defined_in() -> None:
         assert strategy.connected.phase.dropped == []
 
 
+def test_a_head_that_is_not_defined_last_is_named_where_in_shape_cannot_tell_the_samples() -> None:
+    """FedPer would keep a layer of the body."""
+
+    class Two(Backwards):
+        def forward(self, x: Tensor, again: Tensor) -> Tensor:
+            return super().forward(x)
+
+    app = grid(model=Two, data=lambda context: [((x, x), y) for x, y in load(context)])
+    said = "its head 'head' runs last and is not defined last; give head='head' to the strategy"
+    with pytest.raises(fedsub.RunFailed, match=re.escape(said)):
+        fedsub.FedPer(clients_per_node=4, model=Two).start(app, arrays(Two()), 1)
+    strategy = fedsub.FedPer(clients_per_node=4, model=Two, head="head")
+    strategy.start(app, arrays(Two()), 1)
+    assert strategy.connected.phase.dropped == []
+
+
 class Unused(Net):
     """Its last layer does not run."""
 

@@ -19,7 +19,7 @@ from fedsub_app.common.run_files import initial_model, state_folder
 from fedsub_app.common.tasks import Loss, Metrics, Reduction, Task, numbers, registered, task_of
 from fedsub_app.common.tensors import Json
 from fedsub_app.data import Collate, load_dataset, private_name, whole_set
-from fedsub_app.models import Network, check_base, head_names, layer_groups, ties, with_head
+from fedsub_app.models import Network, check_base, head_layer, layer_groups, ties, with_head
 from fedsub_app.runs.config import defaults, resolve
 from fedsub_app.runs.methods import METHODS
 from fedsub_app.runs.node import Places
@@ -101,7 +101,7 @@ def client_app(
                 raise UserError(f"model = {problem.name!r}: {what}; give model= to the strategy")
             networks.clear()
             networks[settings] = network
-        if node.as_defined and not isinstance(problem.data.in_shape, Form):  # in_shape= tells no tokens
+        if node.as_defined:
             _check_order(problem, settings, model)
         partition = whole_set(problem.data, settings.partitioning, client)
         how = partial(OwnOptimizer, optimizer) if optimizer else Optimizer
@@ -167,13 +167,19 @@ def with_metrics(task: Task, means: Metrics) -> Task:
 
 
 def _check_order(problem: Problem, settings: Settings, model: Model) -> None:
-    """Refuse a network whose layers do not run in the order of their definition, which the server assumes."""
-    defined = problem.unfrozen()
-    running = with_head(built(model, problem.data.in_shape)(settings.seed), settings.head)
-    if (layer_groups(defined), head_names(defined)) != (layer_groups(running), head_names(running)):
-        why = "its layers run in another order than they are defined in"
-        shape = shape_shown(problem.data.in_shape)
-        raise UserError(f"model = {problem.name!r}: {why}; give in_shape={shape} to the strategy")
+    """Refuse a network whose layers do not run in the order of their definition, which the server assumes.
+
+    The head alone counts where the samples are tokens or several tensors, which in_shape= cannot tell.
+    """
+    shape, defined = problem.data.in_shape, problem.unfrozen()
+    running = with_head(built(model, shape)(settings.seed), settings.head)
+    assumed, head, why = head_layer(defined), head_layer(running), ""
+    if isinstance(shape, Form) and assumed != head:
+        why = f"its head {head!r} runs last and is not defined last; give head={head!r}"
+    elif not isinstance(shape, Form) and (layer_groups(defined), assumed) != (layer_groups(running), head):
+        why = f"its layers run in another order than they are defined in; give in_shape={shape_shown(shape)}"
+    if why:
+        raise UserError(f"model = {problem.name!r}: {why} to the strategy")
 
 
 def _check_optimizer(settings: Settings) -> None:
