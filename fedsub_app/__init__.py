@@ -32,7 +32,7 @@ def run(
     settings : keys as in TOML, ``{"num-rounds": 20}``; they override their experiment's keys and the defaults.
     workers : number of processes; 1: everything runs in this process.
     model, data : a network's class, and ``(train, test)``, each a pair of tensors or a map-style torch data set of
-        pairs. They replace the network and the data that the keys name; the keys still partition the samples.
+        pairs. The keys still partition the samples; a key that names a network or data is refused beside them.
     task : a name, as in the key ``task``, or an object derived from ``fedsub.Task``; it replaces the keys' task.
 
     Raises

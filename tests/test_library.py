@@ -1340,8 +1340,9 @@ def test_defaults_of_torch_that_a_program_has_changed(change: Any, value: Any, u
 def test_run_wants_both() -> None:
     with pytest.raises(fedsub.UserError, match=r"^model=: model= and data= go together$"):
         fedsub.run({}, model=Net)
-    with pytest.raises(fedsub.UserError, match=r"^dataset = 'mnist': not with model= and data=$"):
-        fedsub.run({"dataset": "mnist"}, model=Net, data=((X, Y), (X, Y)))
+    for key, value in (("dataset", "mnist"), ("train-per-class", 5), ("model-options", "width=3")):
+        with pytest.raises(fedsub.UserError, match=f"^{key} = {value!r}: not with model= and data=$"):
+            fedsub.run({key: value}, model=Net, data=((X, Y), (X, Y)))
 
 
 # --- the package ------------------------------------------------------------------------------------------------------

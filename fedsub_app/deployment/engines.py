@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fedsub_app.training.problem import Model, Problem
 
 log = logging.getLogger("fedsub")
+REPLACED = {"model", "model-options", "dataset", "input", "label", "group", "tokenizer", "tokens", "vocabulary"}
+REPLACED |= {"domains", "train-per-class", "test-per-class", "image-size", "normalise", "features"}  # by model=, data=
 
 
 def run_local(
@@ -57,8 +59,8 @@ def run_local(
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UserError(f"workers = {workers!r}: must be an integer from 1 on, or None for one a core")
     if model:
-        for key in ("model", "dataset"):
-            if key in overrides:
+        for key in overrides:
+            if key in REPLACED:
                 raise UserError(f"{key} = {overrides[key]!r}: not with model= and data=")
         overrides = {**overrides, "model": getattr(model, "__name__", OWN), "dataset": OWN}
     settings = settings_of(overrides)
