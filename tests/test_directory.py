@@ -42,6 +42,8 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-120000")
     first, second = new_folder(resolve({})), new_folder(resolve({}))
     assert (first.name, second.name) == ("20260101-120000-fedpews-digits-seed0", f"{first.name}-2")
+    several = new_folder(resolve({"dataset": "csv:ward-*.csv"}))
+    assert several.name == "20260101-120000-fedpews-csv-ward--.csv-seed0"  # without what a shell or a mount takes apart
     opened(second).close()
     monkeypatch.setenv("FEDSUB_RUNS", str(tmp_path / "runs" / second.name / "settings.json"))
     with pytest.raises(UserError, match=r"settings.json/20260101-.*: cannot be made \(Not a directory\)"):

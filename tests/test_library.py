@@ -1073,6 +1073,15 @@ def test_what_evaluate_fn_returns_is_numbers(found: Any, said: str, tmp_path: Pa
     assert [line.get("acc") for line in lines] == [3.5 if found else None] * 2
 
 
+@pytest.mark.parametrize("start", [fedsub.start, fedsub.FedAvg.start])
+def test_a_state_dict_is_no_array_record(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Flower's loop ended in a TypeError of its own log."""
+    run = {"run_dir": tmp_path / "run"} if start is fedsub.start else {}
+    with pytest.raises(fedsub.UserError, match=r"^initial_arrays = OrderedDict: must be an ArrayRecord, such as Arr"):
+        start(fedsub.FedAvg(), grid(), initial_arrays=Net().state_dict(), **run)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_wrong_arrays_leave_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = arrays(nn.Linear(2, 2))
     with pytest.raises(fedsub.UserError, match=r"^initial_arrays: "):

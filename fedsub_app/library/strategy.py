@@ -146,6 +146,7 @@ class LibraryStrategy(Strategy):
             if config:
                 allowed = "must be empty: the settings are keywords of the strategy, such as lr and local_epochs"
                 raise UserError(f"{name} = {shown(dict(config))}: {allowed}")
+        _check_record(initial_arrays)
         self.num_rounds = num_rounds
         timeout = min(timeout, float(self.keys.get("round-timeout", timeout)))
         self._abandoned.clear()
@@ -164,6 +165,7 @@ class LibraryStrategy(Strategy):
 
     def build(self, settings: Settings, initial_arrays: ArrayRecord) -> tuple[SubnetStrategy, Tensors]:
         """Make the method's strategy; returns it with the initial tensors."""
+        _check_record(initial_arrays)
         no_adapters = settings.trainable == "lora" and not any(".lora_A." in name for name in initial_arrays)
         if no_adapters or (settings.trainable and self.model is None):
             needs = "give a network of the package peft" if self.model else "needs model="
@@ -295,3 +297,9 @@ def _class_of(method: str, about: Method) -> type[LibraryStrategy]:
     doc = f"{about.description}. Its keywords are keys of `fedsub list settings`, which tells what each means."
     names = {"method": method, "__doc__": doc, "__signature__": signature(method), "__module__": "fedsub"}
     return type(title(method), (LibraryStrategy,), names)
+
+
+def _check_record(initial_arrays: object) -> None:
+    if not isinstance(initial_arrays, ArrayRecord):
+        must = "must be an ArrayRecord, such as ArrayRecord(network.state_dict())"
+        raise UserError(f"initial_arrays = {type(initial_arrays).__name__}: {must}")

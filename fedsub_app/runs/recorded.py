@@ -113,7 +113,7 @@ def runs_folder() -> Path:
 def new_folder(settings: Settings) -> Path:
     """Make and return the empty directory of a run whose ``run-dir`` is empty; :class:`UserError` if it cannot."""
     name = settings.experiment or f"{settings.section}-{settings.dataset}"
-    name = folder_name(Path(name).stem if is_file(name) else name).replace("+", "-")
+    name = re.sub("[+:*]", "-", folder_name(Path(name).stem if is_file(name) else name))
     return new_path(runs_folder().resolve(), f"-{name}-seed{settings.seed}")
 
 
