@@ -54,7 +54,7 @@ class Estimate:
 
     def __str__(self) -> str:
         inside = "" if math.isinf(self.half) else f" [{self.mean - self.half:+.3g}, {self.mean + self.half:+.3g}]"
-        return f"{round(self.mean, 9) + 0:+.3g}{inside}"  # the mean of x, y, -x - y is 0
+        return f"{round(self.mean, 9) + 0:+.3g}{inside}"  # no -5e-15 where differences cancel
 
 
 def half_width(error: float, freedom: float, intervals: int = 1) -> float:
