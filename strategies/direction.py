@@ -41,10 +41,12 @@ def agreement(strategy: Hooks, updates: Sequence[Valid], weights: Tensor, past: 
     for name, old in strategy.current.items():
         held = [each.whole(name, old) for each in compared if name in each.tensors]
         rows = [row for row, each in enumerate(compared) if name in each.tensors]
+        starts = [origins[row][name] for row in rows]
+        starts = [old] if all(start is old for start in starts) else starts  # one row for all
         for part in torch.arange(old.numel()).split(max(1, BLOCK // len(updates))) if held else ():
             columns = slice(int(part[0]), int(part[-1]) + 1)
-            pairs = [(x, origins[row][name]) for row, (x, _) in zip(rows, held, strict=True)]
-            change = torch.stack([x.reshape(-1)[columns] - start.reshape(-1)[columns] for x, start in pairs])
+            change = torch.stack([x.reshape(-1)[columns] for x, _ in held])
+            change -= torch.stack([start.reshape(-1)[columns] for start in starts])
             covers = [torch.ones(()) if m is None else m.expand(old.shape).reshape(-1)[columns] for _, m in held]
             covered = torch.stack([cover.expand(len(part)) for cover in covers])
             change = (change * covered).double()

@@ -13,6 +13,7 @@ from fedsub_app.common.errors import UserError, one_line
 from fedsub_app.common.late import uncollected
 from fedsub_app.common.machine import cores
 from fedsub_app.common.section import Json, Value
+from fedsub_app.data.settings import DataSettings
 from fedsub_app.reports.records import read_run
 from fedsub_app.runs.recorded import RunFailed, settings_of
 from fedsub_app.settings import Settings
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from fedsub_app.training.problem import Model, Problem
 
 log = logging.getLogger("fedsub")
-REPLACED = {"model", "model-options", "dataset", "input", "label", "group", "tokenizer", "tokens", "vocabulary"}
-REPLACED |= {"domains", "train-per-class", "test-per-class", "image-size", "normalise", "features"}  # by model=, data=
+# Keys that name what model= and data= replace.
+REPLACED = {"model", "model-options", *DataSettings().toml()} - {"seed", "task", "metrics", "data-dir"}
 
 
 def run_local(
